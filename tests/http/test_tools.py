@@ -488,3 +488,18 @@ async def test_the_text_of_a_cut_call_is_in_the_answer() -> None:
     assert "<funct" not in (by_vllm(plan, text).content or "")
     reader = AnswerReader(plan.answer_parser, question("auto"), [], show_reasoning=True, one_call=False)
     assert (await streamed(reader, text, random.Random(0))).content == text.partition("</think>")[2]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_of_many_marks_takes_no_quadratic_time(
+    monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """After so much work, the parser of streams gets no more text, and the whole text is parsed at the end."""
+    monkeypatch.setattr(parsers, "MAX_WORK", 20_000)
+    loaded: Any = await asyncio.to_thread(load_parsers, "hermes", "deepseek_r1")
+    plan = loaded.plan(tokenizer_of("qwen3"), question("auto"))
+    text = f"2 and 3</think>Sure. {'</tool_call>x' * 400}"
+    reader = AnswerReader(plan.answer_parser, question("auto"), [], show_reasoning=True, one_call=False)
+    found = await (streamed(reader, text, random.Random(0)) if is_stream else reader.whole(text, []))
+    assert plain(found) == by_vllm(plan, text)
+    assert reader._num_given < 1000

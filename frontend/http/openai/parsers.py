@@ -33,6 +33,9 @@ MAX_TEXT: Final = 1 << 20
 MIN_GROWTH: Final = 64
 """A parser may process all of the text in each call. So it is called again only after the text has grown by 1/64. Its
 total work is then linear in the length of the text."""
+MAX_WORK: Final = 1 << 28
+"""Characters, counted again in each call, that the parser of a stream may process: some seconds. Each mark in the text
+is a call of its own, so an answer of marks alone would take quadratic time. What follows is held back to the end."""
 POOL: Final = ThreadPoolExecutor(2, "answer-parser")
 """Threads that parse long texts, so that other requests continue. More threads would not help, because a parser in
 Python holds the interpreter lock."""
@@ -177,7 +180,8 @@ class Vocabulary:
         self.wrapped = wrapped
         self.special_ids = tokenizer.special_ids
         self.encode = partial(tokenizer.encode, add_special_tokens=False)
-        texts = [str(token) for token in tokenizer.wrapped.added_tokens_decoder.values() if str(token)]
+        # Some models have tokens of several line ends, which no parser reads as marks.
+        texts = [str(token) for token in tokenizer.wrapped.added_tokens_decoder.values() if str(token).strip()]
         self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
         self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self._longest = max(map(len, texts), default=0)
@@ -359,6 +363,7 @@ class AnswerReader:
         self._waiting = ""
         self._waiting_ids: list[int] = []
         self._num_given = 0
+        self._work = 0
         self._num_streamed = 0
         self._streamed = AnswerParts()
         self._blanks = AnswerParts()
@@ -384,6 +389,10 @@ class AnswerReader:
         end = len(self._waiting) - self._parser.vocabulary.open_chars(self._waiting)
         given, self._waiting = self._waiting[:end], self._waiting[end:]
         if not given:
+            return AnswerParts()
+        self._work += (self._num_given + end) * len(self._parser.vocabulary.split(given))
+        if self._work > MAX_WORK:
+            self._is_holding = True
             return AnswerParts()
         ids, self._waiting_ids = self._waiting_ids, []
         self._num_given += end
