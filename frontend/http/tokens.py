@@ -260,6 +260,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         return replace(
             self,
             scores=self.scores.cut(kept),
+            # A recomputation after the last kept token says nothing about an earlier one.
+            kv_from=None if (self.kv_from or 0) >= kept else self.kv_from,
             weight_versions=self.weight_versions[:kept],
             rows=None if self.rows is None else self.rows[: max(past - self.start, 0)],
             masks=None if self.masks is None else self.masks.cut(kept),

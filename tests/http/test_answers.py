@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -76,6 +77,15 @@ def test_chunks_that_come_together_are_one_update() -> None:
         for name in ("kv_from", "start", "first_worker", "worker", "masks", "of_prompt"):
             assert getattr(at_once, name) == getattr(joined, name)
     assert (Tokens.of_chunks(chunks, WANTED).kv_from, Tokens.of_chunks(chunks, WANTED).start) == (3, 1)
+
+
+def test_a_cut_keeps_only_a_recomputation_before_its_end() -> None:
+    """A recomputation of the KV after a stop string is not in the answer, whose samples could have no span of it."""
+    tokens = Tokens.of_generation(dataclasses.replace(RESULT), WANTED)
+    size = len(tokens.ids)
+    for kv_from, kept, expected in ((-1, 1, -1), (None, 1, None), (0, 1, 0), (1, 1, None), (size, size, size)):
+        cut = msgspec.structs.replace(tokens, kv_from=kv_from).cut(kept, 1000)
+        assert cut.kv_from == expected
 
 
 def answer(**changes: Any) -> Any:

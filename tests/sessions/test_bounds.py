@@ -13,9 +13,10 @@ import openai
 import pytest
 from msgspec.structs import replace
 
+from rollbus import bus
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.sessions import manager, turns
+from rollbus.frontend.http.sessions import manager, running, turns
 from rollbus.frontend.http.sessions.store import Claim, SessionStore
 from rollbus.frontend.sessions.errors import SessionError
 from tests.http.support import Http, http_before
@@ -254,6 +255,32 @@ async def test_of_two_services_that_run_a_turn_one_closes_it(
             assert "".join([event.choices[0].delta.content or "" async for event in again]) == text
         assert text.endswith("Again.")
         assert await _turns_of(owner, session) == [True, False]
+
+
+async def test_a_turn_that_is_stored_stays_as_it_is(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """An error after a turn was closed does not make it interrupted: no later turn could have its claim."""
+    writes += ["It is 3."]
+    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+        session = await owner.open()
+        async with agent_of(session) as agent:
+            await agent.chat.completions.create(**ASKED, extra_headers={"Idempotency-Key": "k"})
+        sessions = manager.Sessions(http.own)
+        (turn,) = (loaded := await sessions.load(session["id"])).tree.turns.values()
+        await sessions.close_turn(loaded, replace(turn, is_complete=False), None, b"", None)
+        again = await manager.Sessions(http.own).load(session["id"])
+        assert turn.is_complete
+        assert again.tree.turns == {turn.id: turn}
+        assert await sessions.answer(again, turn)
+
+
+def test_a_turn_without_its_claim_is_not_complete_even_at_a_limit() -> None:
+    """If another service has the turn, what this one has is interrupted, although the session's time has ended it."""
+    turn = running.RunningTurn("", "", is_stream=True)
+    turn.stop(bus.FinishReason.LENGTH)
+    turn.abandon()
+    assert turn.was_aborted
 
 
 async def _turns_of(owner: Owner, session: dict[str, Any]) -> list[bool]:

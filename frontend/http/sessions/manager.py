@@ -252,7 +252,7 @@ class Sessions:
     async def close_turn(
         self, session: Session, turn: Turn, rows: Rows | None, answer: bytes, claim: Claim | None
     ) -> None:
-        """Store a turn with its rows, and add it to the session.
+        """Store a turn with its rows, and add it to the session. A turn that it has already stays as it is.
 
         Args:
             claim: the claim of a complete turn, with its first answer.
@@ -261,6 +261,8 @@ class Sessions:
             HttpError: 409, another service has closed a turn with this claim, because this one was frozen.
             SessionError: `session_limit`: the bucket is full; `unknown_session`: the session was deleted meanwhile.
         """
+        if turn.id in session.tree.turns:
+            return
         name = session.head.id
         own = "" if claim is None else hashlib.blake2b(claim.key.encode(), digest_size=8).hexdigest()
         record = TurnRecord(id=turn.id, parts=0, claim=own)

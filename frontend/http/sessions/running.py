@@ -105,8 +105,8 @@ class RunningTurn:
 
     @property
     def was_aborted(self) -> bool:
-        """True if the generation was stopped before its end, except at a limit."""
-        return self._is_stopped and self._stop_reason is bus.FinishReason.ABORT
+        """True if the generation was stopped before its end, except at a limit, or another service has the turn."""
+        return self.is_lost or (self._is_stopped and self._stop_reason is bus.FinishReason.ABORT)
 
     async def source(
         self,

@@ -295,8 +295,10 @@ class _Job:
 
     async def _finish(self, writer: AnswerWriter, last: bytes) -> None:
         """Store the turn, and then send the last piece of its answer."""
-        await self._store(writer, last, is_complete=not self.running.was_aborted)
-        if self.running.is_lost:
+        is_complete = not self.running.was_aborted
+        await self._store(writer, last, is_complete=is_complete)
+        # A turn that was closed as complete counts, even if its claim was replaced meanwhile.
+        if self.running.is_lost and not is_complete:
             raise turn_running()
         self.running.write(last)
 
