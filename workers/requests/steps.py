@@ -9,8 +9,14 @@ from itertools import repeat
 import numpy as np
 
 from ...bus.protocol.states import WorkerRequestEvent
-from ...bus.protocol.stream.chunk_writer import check_row_kind
-from ...bus.protocol.stream.engine_step import MAX_RUN_BYTES, RequestStep, TokenBatch, TokenBatcher, check_batch
+from ...bus.protocol.stream.engine_step import (
+    MAX_RUN_BYTES,
+    RequestStep,
+    TokenBatch,
+    TokenBatcher,
+    check_batch,
+    check_row_kind,
+)
 from ...bus.protocol.telemetry.experts import ExpertBook, Window, is_countable
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, LocalProtocolError, RequestError

@@ -27,9 +27,9 @@ from ....schemas.chunk import (
 from ....schemas.errors import LocalProtocolError
 from ....schemas.messages import RequestKey
 from ....schemas.presence import RoutedExpertsInfo
-from ....schemas.rows import DTYPES, Rows, expected_rows
+from ....schemas.rows import Rows, expected_rows
 from .buffers import RowBuffer, TokenBuffer, share_names
-from .engine_step import RequestStep
+from .engine_step import RequestStep, check_row_kind
 
 _I4 = np.dtype("<i4")
 _F4 = np.dtype("<f4")
@@ -48,24 +48,6 @@ def check_mask(mask: SamplingMask, num_tokens: int, max_bytes: int) -> None:
         raise LocalProtocolError(
             f"the engine returned a sampling mask of {counts.max()} ids; a message has room for {max_bytes // 4}. "
             "Use a lower top_k, or return_sampling_mask=False"
-        )
-
-
-def check_row_kind(rows: Rows, routing: RoutedExpertsInfo | None) -> None:
-    """Check the shape and dtype of rows.
-
-    Args:
-        routing: the routed experts of the model; None: the rows are not used.
-
-    Raises:
-        LocalProtocolError: they are of another model.
-    """
-    if routing is None:
-        return
-    wanted = (routing.num_layers, routing.top_k)
-    if rows.shape[1:] != wanted or rows.dtype != DTYPES[routing.dtype]:
-        raise LocalProtocolError(
-            f"the engine returned rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
         )
 
 

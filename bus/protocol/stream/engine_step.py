@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from ....schemas.errors import ErrorCode, LocalProtocolError
-from ....schemas.rows import Rows
+from ....schemas.presence import RoutedExpertsInfo
+from ....schemas.rows import DTYPES, Rows
 
 MAX_RUN_BYTES: Final = 8 * 1024
 """The maximum bytes of one request's tokens and rows. So a run stays a small chunk, which shares a frame with others.
@@ -307,3 +308,21 @@ def check_batch(batch: TokenBatch) -> None:
         or (rows is not None and (len(rows) != count or starts is None or len(starts) != count))
     ):
         raise LocalProtocolError(f"the engine returned a batch of {count} requests with arrays of other lengths")
+
+
+def check_row_kind(rows: Rows, routing: RoutedExpertsInfo | None) -> None:
+    """Check the shape and dtype of rows.
+
+    Args:
+        routing: the routed experts of the model; None: the rows are not used.
+
+    Raises:
+        LocalProtocolError: they are of another model.
+    """
+    if routing is None:
+        return
+    wanted = (routing.num_layers, routing.top_k)
+    if rows.shape[1:] != wanted or rows.dtype != DTYPES[routing.dtype]:
+        raise LocalProtocolError(
+            f"the engine returned rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
+        )
