@@ -163,7 +163,6 @@ class Worker:
         self._control: CommandHandler
         self._puller: QueuePuller
         self._max_payload = 0
-        self._num_free = 0
 
     def __repr__(self) -> str:
         """One line with the state and the open requests."""
@@ -411,10 +410,7 @@ class Worker:
         else:
             self._publisher.wake()
         self._in_flight.wake_waiters()
-        num_free = self._runner.num_free
-        if num_free != self._num_free:
-            self._num_free = num_free
-            self._intake.wake()
+        self._intake.check_slots()
 
     def _on_changed(self) -> None:
         self._control.on_state_changed()

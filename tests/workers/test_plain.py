@@ -193,6 +193,33 @@ async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, f
         await client.until_left(0)
 
 
+async def test_a_request_that_ends_with_its_first_step_wakes_the_puller(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot of a request of one token goes back to the queue at its end, not when the worker next looks."""
+    monkeypatch.setattr("rollbus.workers.worker.HEARTBEAT_S", 3600.0)
+    config = SyntheticConfig(step_s=0.05, max_num_seqs=1)
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, config=config, worker_id="a") as (worker, _),
+    ):
+        await client.until_serving("a")
+        reply_to, frames = await listen(client)
+        puller, free_slots = worker._puller, list[int]()
+        wake = puller.wake
+
+        def note() -> None:
+            free_slots.append(worker._runner.num_free)
+            wake()
+
+        monkeypatch.setattr(puller, "wake", note)
+        for number in range(3):
+            await client.enqueue(greedy(1, 1, request_id=f"r{number}"), incarnation="", reply_to=reply_to)
+            await until_end(frames)
+
+            assert free_slots[-1] == 1
+
+
 @pytest.mark.proves("P92")
 async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, fleet: str) -> None:
     """If the worker dies, the next worker serves the request from its first token on, as the next attempt."""

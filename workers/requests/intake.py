@@ -118,6 +118,8 @@ class RequestIntake:
         # The same number of followers.
         self._num_coming = 0
         self._has_incoming = asyncio.Event()
+        # The free slots at the last check, or after the last request that took one.
+        self._num_free = 0
         self._is_stopping = False
 
     def room(self) -> int:
@@ -290,11 +292,14 @@ class RequestIntake:
         self._turns.remove(names)
         self._engine.abort(names)
 
-    def wake(self) -> None:
-        """Wake the intake, because there may be free slots for waiting followers and for the queue."""
-        if self._turns:
-            self._has_incoming.set()
-        self._puller.wake()
+    def check_slots(self) -> None:
+        """Wake the intake if the number of free slots has changed: waiting followers or the queue may get them."""
+        num_free = self._engine.num_free
+        if num_free != self._num_free:
+            self._num_free = num_free
+            if self._turns:
+                self._has_incoming.set()
+            self._puller.wake()
 
     def stop(self) -> None:
         """Stop for good: accept no more requests, and return those that have not entered the engine."""
@@ -417,6 +422,8 @@ class RequestIntake:
             return
         # Reserve all names before the first submission: an abort must find each of them.
         self._engine.reserve(offered)
+        # The end of these requests must count as a change, also if it is the next one.
+        self._num_free = self._engine.num_free
         self._links.offer_again(offered if incoming.envelope.may_wait else ())
         for name, one in offered.items():
             await self._submit(name, one, kv)
