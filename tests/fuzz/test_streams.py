@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -72,6 +73,20 @@ def test_a_chunk_larger_than_the_request_is_refused() -> None:
         stream.add(part(0, token_ids_data=b"\1\0\0\0" * (MAX_TOKENS + 1)))
 
     assert stream.add(part(0, token_ids_data=b"\1\0\0\0"))
+
+
+def test_rows_whose_tokens_are_missing_are_refused() -> None:
+    """Rows end with the row of the last token at the latest, so that the next attempt has a position to start from."""
+    stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
+    for count in 5, 4:
+        ahead = RoutedExperts(0, (count, 1, 1), "u1", bytes(count))
+        chunk = part(0, token_ids_data=b"\1\0\0\0", routed_experts=ahead)
+        with pytest.raises(RemoteProtocolError, match="5 rows; allowed: 4 and 4") if count == 5 else nullcontext():
+            stream.add(chunk)
+
+    rest = stream.next_attempt("w", "worker_lost", 0.0)
+    assert isinstance(rest, GenerateRequest)
+    assert rest.routed_experts_prompt_start == rest.prompt_len == len(PROMPT) + 1
 
 
 def frames_of(scenario: Scenario, segment_bytes: int) -> Iterator[bytes]:

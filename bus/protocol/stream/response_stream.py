@@ -70,7 +70,7 @@ class ChunkVerifier:
         self._has_masks = request.return_sampling_mask
         self.start = request.routed_experts_prompt_start
         """The position of the first row."""
-        self._max_rows = self._prompt_len - self.start + self._max_tokens
+        self._prompt_rows = self._prompt_len - self.start
 
     def add(self, chunk: Chunk) -> None:
         """Verify the next chunk.
@@ -105,7 +105,8 @@ class ChunkVerifier:
         if part is not None:
             self._check_rows(part)
             num_rows += part.shape[0]
-            if num_rows > self._max_rows:
+            # A row without its token would leave no start for the rows of the next attempt.
+            if num_rows > self._prompt_rows + num_tokens:
                 self._reject_excess(num_tokens, num_rows)
         if chunk.prompt_logprobs is not None:
             found = self._count_prompt_logprobs(chunk.prompt_logprobs)
@@ -120,8 +121,9 @@ class ChunkVerifier:
         self.num_rows, self._num_prompt_logprobs, self.end = num_rows, found, end
 
     def _reject_excess(self, num_tokens: int, num_rows: int) -> NoReturn:
+        max_rows = self._prompt_rows + min(num_tokens, self._max_tokens)
         raise RemoteProtocolError(
-            f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {self._max_rows}"
+            f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {max_rows}"
         )
 
     def _check_kinds(self, chunk: Chunk, has_masks: bool) -> None:
