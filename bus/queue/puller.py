@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
-from ...schemas.errors import BusBroken, BusClosed
+from ...schemas.errors import BusBroken, BusClosed, RemoteProtocolError
 from ...schemas.request import Lane
 from ..nats.client import Message
 from ..nats.connection import Connection, drain, publish, subscribe
@@ -68,6 +68,9 @@ class QueuedRequest:
     def __init__(self, nats: Connection, message: Msg) -> None:
         # $JS.ACK.<stream>.<consumer>.<num_delivered>.<stream seq>.<consumer seq>.<time>.<num_pending>. Newer servers
         # put a domain and an account before the stream, and may add fields at the end.
+        if message.reply.split() != [message.reply]:
+            # Only a forged one has white space. No ack can be sent to it, and the acks of others are sent with it.
+            raise RemoteProtocolError(f"{message.subject}: a request whose reply subject {message.reply!r} is wrong")
         fields = message.reply.split(".")
         at = 3 if len(fields) == 9 else 5
         self._nats = nats

@@ -7,10 +7,10 @@ import pytest
 from rollbus.bus.nats.client import Message
 from rollbus.bus.nats.jetstream import ApiError, ask
 from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
-from rollbus.bus.queue.puller import QueuePuller
+from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import LANES, Subjects
-from rollbus.schemas.errors import BusBroken, BusClosed
+from rollbus.schemas.errors import BusBroken, BusClosed, RemoteProtocolError
 from tests.bus.queues import MODEL, Publishing, publishing, pulling
 from tests.support.nats_server import count_tasks, opened
 from tests.support.waits import until, until_true
@@ -85,6 +85,16 @@ async def test_an_idle_worker_receives_one_request_for_each_pull(nats_url: str, 
             assert request.subject == Subjects(fleet).request("alice", MODEL, lane)
             assert repr(request) == f"<QueuedRequest {request.subject} bytes={len(lane)} num_delivered=1>"
             await worker.finish(request)
+
+
+@pytest.mark.parametrize("gap", ["\xa0", "\x85", "\x1c"])
+async def test_a_request_to_which_no_ack_can_be_sent_is_refused(nats_url: str, gap: str) -> None:
+    """A forged reply subject fails its own message, and not the acks of other requests."""
+    async with opened(nats_url) as nats:
+        reply = f"$JS.ACK.s{gap}.normal.1.1.1.1.0"
+        message = Message(nats, 1, "rb.v1.f.req.alice.m.normal", reply, None, b"")
+        with pytest.raises(RemoteProtocolError, match="reply subject"):
+            QueuedRequest(nats, message)
 
 
 async def test_a_worker_receives_at_most_three_requests_beyond_its_free_slots(nats_url: str, fleet: str) -> None:
