@@ -91,8 +91,7 @@ async def test_an_idle_worker_receives_one_request_for_each_pull(nats_url: str, 
 async def test_a_request_to_which_no_ack_can_be_sent_is_refused(nats_url: str, gap: str) -> None:
     """A forged reply subject fails its own message, and not the acks of other requests."""
     async with opened(nats_url) as nats:
-        reply = f"$JS.ACK.s{gap}.normal.1.1.1.1.0"
-        message = Message(nats, 1, "rb.v1.f.req.alice.m.normal", reply, None, b"")
+        message = Message(nats, 1, "rb.v1.f.req.alice.m.normal", f"$JS.ACK.s{gap}.normal.1.1.1.1.0", None, b"")
         with pytest.raises(RemoteProtocolError, match="reply subject"):
             QueuedRequest(nats, message)
 

@@ -69,7 +69,7 @@ def test_endless_chunks_are_refused(kind: str) -> None:
 def test_a_chunk_larger_than_the_request_is_refused() -> None:
     """A single chunk that exceeds the request is rejected, and none of its data is added."""
     stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
-    with pytest.raises(RemoteProtocolError, match="received 5 tokens and 0 rows; allowed: 4 and 7"):
+    with pytest.raises(RemoteProtocolError, match="received 5 tokens and 0 rows; allowed: 4 and 8"):
         stream.add(part(0, token_ids_data=b"\1\0\0\0" * (MAX_TOKENS + 1)))
 
     assert stream.add(part(0, token_ids_data=b"\1\0\0\0"))
@@ -79,10 +79,9 @@ def test_rows_whose_tokens_are_missing_are_refused() -> None:
     """Rows end with the row of the last token at the latest, so that the next attempt has a position to start from."""
     stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
     for count in 5, 4:
-        ahead = RoutedExperts(0, (count, 1, 1), "u1", bytes(count))
-        chunk = part(0, token_ids_data=b"\1\0\0\0", routed_experts=ahead)
+        ahead = RoutedExperts.from_rows(np.zeros((count, 1, 1), "u1"), 0)
         with pytest.raises(RemoteProtocolError, match="5 rows; allowed: 4 and 4") if count == 5 else nullcontext():
-            stream.add(chunk)
+            stream.add(part(0, token_ids_data=b"\1\0\0\0", routed_experts=ahead))
 
     rest = stream.next_attempt("w", "worker_lost", 0.0)
     assert isinstance(rest, GenerateRequest)

@@ -205,14 +205,13 @@ async def test_a_request_that_ends_with_its_first_step_wakes_the_puller(
     ):
         await client.until_serving("a")
         reply_to, frames = await listen(client)
-        puller, free_slots = worker._puller, list[int]()
-        wake = puller.wake
+        wake, free_slots = worker._puller.wake, list[int]()
 
         def note() -> None:
             free_slots.append(worker._runner.num_free)
             wake()
 
-        monkeypatch.setattr(puller, "wake", note)
+        monkeypatch.setattr(worker._puller, "wake", note)
         for number in range(3):
             await client.enqueue(greedy(1, 1, request_id=f"r{number}"), incarnation="", reply_to=reply_to)
             await until_end(frames)

@@ -121,10 +121,8 @@ class ChunkVerifier:
         self.num_rows, self._num_prompt_logprobs, self.end = num_rows, found, end
 
     def _reject_excess(self, num_tokens: int, num_rows: int) -> NoReturn:
-        max_rows = self._prompt_rows + min(num_tokens, self._max_tokens)
-        raise RemoteProtocolError(
-            f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {max_rows}"
-        )
+        allowed = f"{self._max_tokens} and {self._prompt_rows + num_tokens}"
+        raise RemoteProtocolError(f"received {num_tokens} tokens and {num_rows} rows; allowed: {allowed}")
 
     def _check_kinds(self, chunk: Chunk, has_masks: bool) -> None:
         """Check that the tokens have logprobs and masks like the request and the tokens before them."""
