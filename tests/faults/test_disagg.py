@@ -187,7 +187,8 @@ async def test_a_phase_without_a_token_fails_when_its_weights_change(
     ):
         engine = both.engines["p"]
         quick = engine._config
-        engine._config = replace(quick, step_s=1.0 if worker == "p" else 0.0)
+        # The update must come before the end of this step, also on a busy machine.
+        engine._config = replace(quick, step_s=4.0 if worker == "p" else 0.0)
         under_way = tasks.create_task(both.rb.complete(request))
         await until_received(both, worker, 1)
         engine._config = quick
