@@ -208,7 +208,10 @@ class ChatTemplate:
             return f"{TEXT_MARK}x{self.special_texts.index(match[0])}x"
 
         def hide(value: Any) -> Any:
-            return map_strings(value, lambda text: self._specials.sub(mark, text))
+            try:
+                return map_strings(value, lambda text: self._specials.sub(mark, text))
+            except RecursionError:
+                raise InvalidRequest("messages", "have JSON that is nested too deeply", "some hundred levels") from None
 
         shown = []
         for message in messages:

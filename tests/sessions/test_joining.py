@@ -15,6 +15,7 @@ from tokenizers import normalizers
 
 from rollbus.frontend.sessions.errors import SessionError
 from rollbus.frontend.sessions.joining import PROBE, CannotJoin
+from rollbus.schemas.errors import InvalidRequest
 from tests.sessions.families import FAMILIES, TOOLS, Family
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).map(str.strip)
@@ -186,6 +187,17 @@ def test_a_special_token_that_the_template_changes_is_rejected() -> None:
     with changed_template(template, ("trim", "upper")), pytest.raises(SessionError, match=family.end) as caught:
         template.whole(hostile)
     assert caught.value.code == "special_token_in_content"
+
+
+@pytest.mark.parametrize("depth", [600, 900, 2000])
+def test_tools_that_are_nested_too_deeply_are_rejected(depth: int) -> None:
+    """A setting that the template or the search for special tokens cannot walk is an error of the request."""
+    deep: Any = {}
+    for _ in range(depth):
+        deep = {"properties": deep}
+    template = FAMILIES[0].template([{"type": "function", "function": {"name": "add", "parameters": deep}}])
+    with pytest.raises(InvalidRequest, match="messages"):
+        template.whole([{"role": "user", "content": "?"}])
 
 
 def test_reasoning_in_the_text_of_an_answer_is_read_by_the_template() -> None:
