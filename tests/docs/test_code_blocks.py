@@ -17,7 +17,7 @@ from tests.docs.blocks import TRAINERS, make_checkout, page_script, pages, read_
 from tests.support.processes import ROOT
 from tests.support.waits import Shared, patient
 
-PAGE_TIMEOUT_S = patient(90.0)
+PAGE_TIMEOUT_S = patient(300.0)
 """Timeout of all blocks of one page, which usually take some seconds."""
 PAGES = pages()
 OTHER_PAGES = ("index", "trainer", "disaggregation")
