@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from ... import bus
+from ...bus.client.config import Durations
 from ...bus.worker_metrics import VLLM_LABELS, worker_families
 from ...schemas.errors import RollbusError
 from ...schemas.presence import WorkerPresence
@@ -133,9 +134,13 @@ class FleetCollector(Collector):
             labels=("model",),
         )
         for model, durations in stats.queue_waits.items():
-            buckets = [("+Inf" if math.isinf(end_s) else str(end_s), count) for end_s, count in durations.cumulative()]
-            waits.add_metric((model,), buckets, durations.total_s)
+            _add_histogram(waits, (model,), durations)
         yield waits
+
+
+def _add_histogram(family: HistogramMetricFamily, labels: Sequence[str], found: "Durations | Histogram") -> None:
+    buckets = [("+Inf" if math.isinf(end_s) else str(end_s), count) for end_s, count in found.cumulative()]
+    family.add_metric(labels, buckets, found.total_s)
 
 
 def _workers(workers: Sequence[WorkerPresence], queues: Sequence[bus.QueueDepth]) -> Iterator[Metric]:
@@ -178,7 +183,7 @@ class HttpRequestRecord:
     """The requested model; empty if the request needs no model, or if no worker serves the model."""
 
 
-class Durations:
+class Histogram:
     """One series of a histogram.
 
     Args:
@@ -197,13 +202,12 @@ class Durations:
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self.total_s += seconds
 
-    def cumulative(self) -> list[tuple[str, int]]:
-        """Return (bound, number of durations up to it) pairs."""
-        ends = (*(str(float(bound)) for bound in self._bounds), "+Inf")
-        return list(zip(ends, accumulate(self._counts), strict=True))
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Return (bound, number of durations up to it) pairs, as `Durations` does."""
+        return list(zip((*map(float, self._bounds), math.inf), accumulate(self._counts), strict=True))
 
 
-S = TypeVar("S", float, Durations)
+S = TypeVar("S", float, Histogram)
 
 
 class Series(dict[tuple[str, ...], S]):
@@ -228,8 +232,8 @@ class Series(dict[tuple[str, ...], S]):
         metric = self._family(labels=self.labels)
         family: Any = metric
         for labels, series in self.items():
-            if isinstance(series, Durations):
-                family.add_metric(labels, series.cumulative(), series.total_s)
+            if isinstance(series, Histogram):
+                _add_histogram(family, labels, series)
             else:
                 family.add_metric(labels, series)
         return metric
@@ -248,13 +252,13 @@ class Metrics(Collector):
         self._versions: dict[str, OrderedDict[int, tuple[str, str]]] = {}
         # Number of open token requests by model, the least recently used model first.
         self._models: OrderedDict[str, int] = OrderedDict()
-        self._all: list[Series[float] | Series[Durations]] = []
+        self._all: list[Series[float] | Series[Histogram]] = []
         self._make_metrics()
 
     def _make_metrics(self) -> None:
         counter, gauge = partial(self._add, CounterMetricFamily, float), partial(self._add, GaugeMetricFamily, float)
-        seconds = partial(self._add, HistogramMetricFamily, partial(Durations, SECONDS))
-        token_seconds = partial(self._add, HistogramMetricFamily, partial(Durations, TOKEN_SECONDS))
+        seconds = partial(self._add, HistogramMetricFamily, partial(Histogram, SECONDS))
+        token_seconds = partial(self._add, HistogramMetricFamily, partial(Histogram, TOKEN_SECONDS))
         of_model, of_version = ("model",), ("model", "weight_version")
         self._requests = counter(
             "rollbus_http_requests",
