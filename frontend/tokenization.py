@@ -9,8 +9,9 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -108,6 +109,21 @@ class Tokenizer:
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
 
+    @cached_property
+    def added_texts(self) -> Mapping[str, int]:
+        """The texts that become one token wherever they are, special or not, with its id. Blank ones are left out."""
+        return {str(token): number for number, token in self.wrapped.added_tokens_decoder.items() if str(token).strip()}
+
+    @cached_property
+    def added_pattern(self) -> re.Pattern[str]:
+        """Finds `added_texts`."""
+        return _any_of(self.added_texts)
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds those of `added_texts` whose tokens are special."""
+        return _any_of(text for text, token_id in self.added_texts.items() if token_id in self.special_ids)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with the special tokens that the model expects around a prompt."""
         # `verbose=True` warns about long texts. The length is checked against the engine's limit elsewhere.
@@ -181,6 +197,11 @@ class Tokenizer:
             raise InvalidRequest(
                 "messages", f"cannot be rendered: {exc}", "messages that the model's chat template accepts"
             ) from exc
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for the longest of some texts. Of no texts, it finds nothing."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -160,12 +160,7 @@ class ChatTemplate:
 
     def _special_at_start(self, text: str) -> str:
         text = text.lstrip()
-        return max((token for token in self.special_texts if text.startswith(token)), key=len, default="")
-
-    @cached_property
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts that the tokenizer converts to one token wherever they are, special tokens and others."""
-        return tuple(str(token) for token in self.tokenizer.wrapped.added_tokens_decoder.values() if str(token).strip())
+        return max((token for token in self.tokenizer.added_texts if text.startswith(token)), key=len, default="")
 
     # Special tokens in the text of clients.
 
@@ -176,19 +171,21 @@ class ChatTemplate:
         text = text_of(self, messages)
         own: set[str] = set()
         # Templates read the reasoning in the text of an answer. Its marks then stay what they are.
-        for of_answers in (self._specials, self._control):
+        for of_answers in (self.tokenizer.added_pattern, self.tokenizer.special_pattern):
             hidden = self._hide(messages, of_answers, own)
             if not own:
                 return self.tokenizer.encode(text, add_special_tokens=False)
             pieces = TEXT_MARKS.split(text_of(*hidden))
-            shown = [self.special_texts[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)]
+            found = {self.tokenizer.added_texts[each]: each for each in own}
+            shown = [found[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)]
             if "".join(shown) == text:
                 break
         else:
             raise _altered(own)
         ids: list[int] = []
+        plain = {each: self._plain(each) for each in set(shown[1::2])}
         for at, piece in enumerate(shown):
-            ids += self._plain(piece) if at % 2 else self.tokenizer.encode(piece, add_special_tokens=False)
+            ids += plain[piece] if at % 2 else self.tokenizer.encode(piece, add_special_tokens=False)
         if self.tokenizer.decode(ids, skip_special_tokens=False) != text:
             raise _altered(own)
         return ids
@@ -205,11 +202,11 @@ class ChatTemplate:
 
         def mark(match: re.Match[str]) -> str:
             found.add(match[0])
-            return f"{TEXT_MARK}x{self.special_texts.index(match[0])}x"
+            return f"{TEXT_MARK}x{self.tokenizer.added_texts[match[0]]}x"
 
         def hide(value: Any) -> Any:
             try:
-                return map_strings(value, lambda text: self._specials.sub(mark, text))
+                return map_strings(value, lambda text: self.tokenizer.added_pattern.sub(mark, text))
             except RecursionError:
                 raise InvalidRequest("messages", "have JSON that is nested too deeply", "some hundred levels") from None
 
@@ -227,7 +224,7 @@ class ChatTemplate:
         ids: list[int] = []
         known: dict[str, list[int]] = {}
         # A special token of one character cannot be cut. The caller compares the decoded text.
-        begins = re.compile(f"(?={self._specials.pattern})")
+        begins = re.compile(f"(?={self.tokenizer.added_pattern.pattern})")
         cuts = [0, *(found.start() + 1 for found in begins.finditer(text)), len(text)]
         for begin, end in pairwise(cuts):
             piece = text[begin:end]
@@ -237,18 +234,6 @@ class ChatTemplate:
                     raise _altered({text})
             ids += known[piece]
         return ids
-
-    @cached_property
-    def _specials(self) -> re.Pattern[str]:
-        return _any_of(self.special_texts)
-
-    @cached_property
-    def _control(self) -> re.Pattern[str]:
-        """Finds the tokens that are special, and not only added."""
-        added = self.tokenizer.wrapped.added_tokens_decoder
-        return _any_of(
-            [str(added[token_id]) for token_id in self.tokenizer.special_ids if str(added[token_id]).strip()]
-        )
 
     # The check of the join.
 
@@ -309,11 +294,6 @@ class ChatTemplate:
 def _common_start(one: str, other: str) -> str:
     size = min(len(one), len(other))
     return one[: next((at for at in range(size) if one[at] != other[at]), size)]
-
-
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern for the longest of some texts. Of no texts, it finds nothing."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _altered(texts: Collection[str]) -> SessionError:

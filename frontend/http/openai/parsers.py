@@ -180,11 +180,10 @@ class Vocabulary:
         self.wrapped = wrapped
         self.special_ids = tokenizer.special_ids
         self.encode = partial(tokenizer.encode, add_special_tokens=False)
-        # Some models have tokens of several line ends, which no parser reads as marks.
-        texts = [str(token) for token in tokenizer.wrapped.added_tokens_decoder.values() if str(token).strip()]
-        self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
-        self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
-        self._longest = max(map(len, texts), default=0)
+        # Without tokens of several line ends, which some models have and no parser reads as marks.
+        self._marks = re.compile(f"({tokenizer.added_pattern.pattern})")
+        self._beginnings = frozenset(text[:size] for text in tokenizer.added_texts for size in range(1, len(text)))
+        self._longest = max(map(len, tokenizer.added_texts), default=0)
 
     def split(self, text: str) -> list[str]:
         """Return the pieces of a text, of which each is the text of an added token or has none."""

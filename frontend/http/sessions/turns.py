@@ -169,7 +169,7 @@ class Retry:
         Raises:
             HttpError: 400, the key belongs to another body.
         """
-        same = [each for each in turns if self.may_run and self.key == (each.retry_key if self.key else "")]
+        same = [each for each in turns if not self.key or each.retry_key == self.key] if self.may_run else []
         found = [each for each in same if each.body_digest == self.digest]
         if self.key and len(found) < len(same):
             raise invalid(
