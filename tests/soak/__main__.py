@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=0, help="end when there are so many results and --versions")
     parser.add_argument("--versions", type=int, default=0, help="end when there are so many versions and --requests")
+    parser.add_argument("--in-flight", type=int, default=Settings.in_flight, help="requests of each client at once")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of requests, weights and faults")
     parser.add_argument("--log", type=Path, help="a file for the logs of all processes; default: in /tmp")
     parser.add_argument("--page", type=Path, help="a file for the figures, as a page")
@@ -32,6 +33,7 @@ def main() -> int:
         num_requests=args.requests,
         num_versions=args.versions,
         warm_up_s=min(seconds / 4, Settings.warm_up_s),
+        in_flight=args.in_flight,
         seed=args.seed,
     )
     replay = f'make soak ARGS="{" ".join(sys.argv[1:])}{"" if "--seed" in sys.argv else f" --seed {args.seed}"}"'
