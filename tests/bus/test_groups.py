@@ -53,7 +53,7 @@ async def test_every_prompt_completes_once_and_as_if_undisturbed(one_worker: Sta
         async with asyncio.timeout(SOON_S):
             await until_idle(engine, rb)
 
-    assert not any(step.failed or step.dropped for step in steps)
+    assert [group.error for step in steps for group in (*step.failed, *step.dropped)] == []
     assert sorted(str(group.key) for group in taken) == sorted(map(str, range(len(lengths))))
     assert all(len(step.groups) == 2 for step in steps)
     # The long groups completed late, in parts.

@@ -326,7 +326,7 @@ async def test_steps_are_those_of_the_client_with_asyncio(nats_url: str, fleet: 
     async with one_worker(config=SLOW) as (rb, _, engine):
         await use_client(nats_url, fleet, program)
         await until_idle(engine, rb)
-    assert not any(step.failed or step.dropped for step in steps)
+    assert [group.error for step in steps for group in (*step.failed, *step.dropped)] == []
     assert sorted(map(str, keys(*steps))) == sorted(map(str, range(len(lengths))))
     assert max(group.steps for step in steps for group in step.groups) > 1
 
