@@ -101,7 +101,10 @@ def test_next_bytes_is_the_size_bound_of_the_next_chunk(
 def test_a_failure_or_an_abort_discards_unsent_data(
     error: ChunkError | None, scenario: Scenario, segment_bytes: int, data: st.DataObject
 ) -> None:
-    """At any point, the chunk after a failure or an abort is terminal, and its totals are those of the sent chunks."""
+    """At any point, the chunk after a failure or an abort is terminal, and its totals are those of the sent chunks.
+
+    Some tokens are unsent here, or the engine has not ended the request.
+    """
     writer = scenario.writer(segment_bytes)
     chunks = []
     ends_after = data.draw(st.integers(0, len(scenario.steps)))
@@ -122,6 +125,24 @@ def test_a_failure_or_an_abort_discards_unsent_data(
         assert writer.next_chunk() is None
     with pytest.raises(LocalProtocolError, match="after its terminal chunk"):
         end()
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 2])
+def test_an_abort_after_the_last_step_keeps_its_finish_reason(num_sent: int) -> None:
+    """An abort keeps the engine's finish reason if no output is lost, because nothing is left to generate."""
+    writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=1000)
+    for index, token in enumerate((7, 8)):
+        reason = FinishReason.STOP if index == 1 and num_sent < 2 else None
+        writer.append_step(RequestStep(key="r", token_ids=np.array([token], "i4"), finish_reason=reason), 1)
+        if index < num_sent:
+            assert writer.next_chunk() is not None
+    if num_sent == 2:
+        ending = RequestStep(key="r", token_ids=np.array([], "i4"), finish_reason=FinishReason.STOP, kv_params=b"kv")
+        writer.append_step(ending, 1)
+    last = writer.abort(1, keeps=num_sent < 2)
+
+    assert (last.finish_reason, last.num_tokens, last.end.num_tokens) == (FinishReason.STOP, 2 - num_sent, 2)
+    assert last.end.kv_params is None
 
 
 @pytest.mark.proves("P16")

@@ -32,6 +32,7 @@ async def test_updates_and_a_kill_of_real_engines_are_ok(nats_url: str, tiny_moe
     @contextlib.asynccontextmanager
     async def start(model: Path, num_workers: int) -> AsyncIterator[tuple[str, str]]:
         workers = RealWorkers(nats_url, model, version=1, cache=tmp_path / "cache")
+        workers.served_name = tiny_moe_float32.name
         try:
             await workers.have(num_workers)
             yield nats_url, workers.fleet

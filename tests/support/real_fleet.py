@@ -95,6 +95,7 @@ class RealWorkers:
 
     Attributes:
         notes: folder in which each forked worker notes what its engine samples, for `read_notes`; None: none.
+        served_name: name of the model for clients; at first that of the folder.
         fleet: name of the fleet. `have` chooses a new name if a test has left workers that may not serve.
     """
 
@@ -111,6 +112,7 @@ class RealWorkers:
         self.fleet = _new_name()
         self._forked = forked
         self.notes: Path | None = None
+        self.served_name = model.name
         self._nats_url = nats_url
         self._model = model
         self._version = version
@@ -185,6 +187,7 @@ class RealWorkers:
         arguments = ["--nats", self._nats_url, "--fleet", self.fleet, "--worker-id", name]
         # All checkpoints of weight updates lie in the parent folder of the first checkpoint.
         model = ["--model", str(self._model), "--weight-root", str(self._model.parent)]
+        model += ["--served-model-name", self.served_name]
         options = ["--weight-version", str(self._version), "--engine-args", json.dumps(self._engine_args)]
         # A killed worker is lost after its lease, so the lease is only as long as a worker may be without a core.
         options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0", *self._cache]

@@ -506,16 +506,18 @@ class ChunkWriter:
         """End the request as `fail` does, with the finish reason `abort`, because its client aborted it.
 
         The number of its rows may differ from the row rule. With `keeps`, the terminal chunk has the unsent output, if
-        it fits one chunk.
+        it fits one chunk. If the engine has ended the request and no output is lost, its own finish reason stays:
+        otherwise its client would continue a complete answer.
 
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
-        if keeps and not self.has_left:
+        if not self.has_left:
             self._buffer_step()
-            self._ending, self.is_ended = End(FinishReason.ABORT, 0, 0), True
+            end = End(FinishReason.ABORT, 0, 0) if self._ending is None else replace(self._ending, kv_params=None)
+            self._ending, self.is_ended = end, True
             plan = self._plan()
-            if plan.is_terminal:
+            if plan.is_terminal and (keeps or not (plan.num_tokens or plan.num_rows)):
                 return self._cut(*plan)
         return self._cut_short(End(FinishReason.ABORT, 0, 0), weight_version)
 

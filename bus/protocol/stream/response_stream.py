@@ -389,7 +389,7 @@ class ResponseStream:
                 if chunk.kv_recomputed is not None:
                     chunk = replace(chunk, kv_recomputed=True)
         if chunk.end is not None:
-            self.end = self._total_end(chunk.end)
+            self.end = self._total_end(chunk.end, chunk.token_ids_data)
         if chunk.chunk_index != self._num_chunks or chunk.end is not self.end:
             chunk = replace(chunk, chunk_index=self._num_chunks, end=self.end)
         self._num_chunks += 1
@@ -397,8 +397,11 @@ class ResponseStream:
             self._kept.append(chunk)
         return chunk
 
-    def _total_end(self, end: End) -> End:
-        """Return the end of an attempt as the end of the stream."""
+    def _total_end(self, end: End, last: bytes) -> End:
+        """Return the end of an attempt, whose terminal chunk has the tokens `last`, as the end of the stream."""
+        if end.finish_reason is FinishReason.ABORT and (reached := self._find_reached_end(last)):
+            # The abort came after the last token, so nothing is left to generate.
+            end = replace(end, finish_reason=reached[0], stop_reason=reached[1])
         if not self.has_begun and self.phase is None:
             return end
         return replace(
@@ -495,13 +498,13 @@ class ResponseStream:
             self.is_exact = False
         return rest_of(self._request, self._join_tokens(), self._num_rows)
 
-    def _join_tokens(self) -> npt.NDArray[np.int32]:
-        parts = [chunk.token_ids_data for chunk in self._kept] if self._keep else [self._token_ids]
+    def _join_tokens(self, last: bytes = b"") -> npt.NDArray[np.int32]:
+        parts = [*(chunk.token_ids_data for chunk in self._kept), last] if self._keep else [self._token_ids]
         return np.frombuffer(b"".join(parts), "<i4")
 
-    def _find_reached_end(self) -> tuple[FinishReason, int | None] | None:
-        """Return the finish reason if the delivered tokens are complete without their terminal chunk, else None."""
-        token_ids = self._join_tokens()
+    def _find_reached_end(self, last: bytes = b"") -> tuple[FinishReason, int | None] | None:
+        """Return the finish reason if the delivered tokens, and `last`, are complete without an end, else None."""
+        token_ids = self._join_tokens(last)
         reason = why_ended(self._request.sampling, token_ids)
         return None if reason is None else (reason, int(token_ids[-1]) if reason is FinishReason.STOP else None)
 
