@@ -441,7 +441,9 @@ class QueuePublisher(Generic[K]):
         self._has_kept.set()
 
     def _receive_ack(self, message: Msg) -> None:
-        number = int(message.subject.rpartition(".")[2])
+        digits = message.subject.rpartition(".")[2]
+        # Without users, any program may send to this inbox. A forged number is that of no publish.
+        number = int(digits) if digits.isdecimal() and len(digits) < 20 else -1
         unanswered = self._unanswered.get(number)
         if unanswered is None:
             self.stats.late_answers += 1

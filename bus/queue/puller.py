@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from typing import Final, cast
 
 from ...schemas.errors import BusBroken, BusClosed, RemoteProtocolError
 from ...schemas.request import Lane
+from ..logs import RejectionCount
 from ..nats.client import Message
 from ..nats.connection import Connection, drain, publish, subscribe
 from ..nats.jetstream import API
 from ..nats.library import Msg, Subscription
 from ..protocol.queue.pull_plan import MAX_OVER, PULLED_BYTES, STANDING_S, Pull, PullPlan, PullStatus, decode_status
-from ..subjects import LANES, Subjects
+from ..subjects import LANES, PREFIX, Subjects
 from .streams import PROBE_HEADER, QueueLimits, ensure_queue, stream_name
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,15 @@ _PROBE: Final = b'{"batch":1,"no_wait":true}'
 _SMALL_PROBE: Final = b'{"batch":1,"no_wait":true,"max_bytes":%d}'
 _BATCH: Final = b'{"batch":%d,"no_wait":true,"max_bytes":%d}'
 _STANDING: Final = b'{"batch":1,"expires":%d}' % int(STANDING_S * 1e9)
-_CLIENT_AT: Final = 4
-"""The place of the client in `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
+_SUBJECT: Final = re.compile(rf"{re.escape(PREFIX)}\.[^.]+\.req\.([^.]+)\.[^.]+\.[^.]+")
+"""`rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
+_ACK: Final = re.compile(
+    r"\$JS\.ACK\.(?:[^.*>\s]+\.[^.*>\s]+\.)?[^.*>\s]+\."
+    rf"({'|'.join(LANES)})\.([0-9]{{1,20}})\.[0-9]{{1,20}}\.[0-9]{{1,20}}\.([0-9]{{1,20}})\.([0-9]{{1,20}})"
+    r"(?:\.[^.*>\s]+)*"
+)
+"""`$JS.ACK.<stream>.<consumer>.<num_delivered>.<stream seq>.<consumer seq>.<time>.<num_pending>`. Newer servers put a
+domain and an account before the stream, and may add fields at the end."""
 
 
 @dataclass(slots=True)
@@ -66,25 +75,29 @@ class QueuedRequest:
     __slots__ = ("_nats", "_reply", "client", "data", "lane", "num_delivered", "num_pending", "published_at", "subject")
 
     def __init__(self, nats: Connection, message: Msg) -> None:
-        # $JS.ACK.<stream>.<consumer>.<num_delivered>.<stream seq>.<consumer seq>.<time>.<num_pending>. Newer servers
-        # put a domain and an account before the stream, and may add fields at the end.
-        if message.reply.split() != [message.reply]:
-            # Only a forged one has white space. No ack can be sent to it, and the acks of others are sent with it.
-            raise RemoteProtocolError(f"{message.subject}: a request whose reply subject {message.reply!r} is wrong")
-        fields = message.reply.split(".")
-        at = 3 if len(fields) == 9 else 5
+        """Take over a message that the queue has delivered.
+
+        Raises:
+            RemoteProtocolError: the queue has not delivered it.
+        """
+        origin, ack = _SUBJECT.fullmatch(message.subject), _ACK.fullmatch(message.reply)
+        if origin is None or ack is None:
+            # It is forged. The worker would send an ack to any subject, and the acks of others go in one piece with it.
+            problem = f"a request with the subject {message.subject!r} and the reply subject {message.reply!r}"
+            raise RemoteProtocolError(f"{problem}; allowed: rb.v1.<fleet>.req.> and $JS.ACK.> of its queue")
+        lane, num_delivered, stored_at, num_pending = ack.groups()
         self._nats = nats
         self._reply = message.reply
         self.subject = message.subject
-        self.client = message.subject.split(".")[_CLIENT_AT]
+        self.client = origin[1]
         """The client that published it. NATS permissions enforce this name."""
-        self.lane = cast(Lane, fields[at])
+        self.lane = cast(Lane, lane)
         self.data = message.data
-        self.num_delivered = int(fields[at + 1])
+        self.num_delivered = int(num_delivered)
         """1 on the first delivery."""
-        self.published_at = int(fields[at + 4]) / 1e9
+        self.published_at = int(stored_at) / 1e9
         """The time at which the queue stored it: Unix time in seconds, by the server's clock."""
-        self.num_pending = int(fields[at + 5])
+        self.num_pending = int(num_pending)
         """Requests that waited in the lane behind it, without redelivered ones."""
 
     def __repr__(self) -> str:
@@ -162,6 +175,8 @@ class QueuePuller:
         # Acks and naks of messages that were not handed over, at most those of one turn of the event loop.
         self._answers: list[Callable[[], Awaitable[None]]] = []
         self.stats = PullerStats()
+        self.rejected = RejectionCount()
+        """Messages in the inbox that neither the queue has delivered nor the server has sent."""
         self.on_given_back: Callable[[QueuedRequest], None] = lambda _request: None
         """Called with each request that is returned immediately; must not block."""
 
@@ -287,10 +302,14 @@ class QueuePuller:
     def _receive(self, message: Message) -> None:
         """Handle a request, or the end of a pull."""
         self._woken.set()
-        if message.reply:
-            self._receive_request(message)
-        else:
-            self._receive_status(message)
+        try:
+            if message.reply:
+                self._receive_request(message)
+            else:
+                self._receive_status(message)
+        except RemoteProtocolError as exc:
+            if so_far := self.rejected.add():
+                logger.warning("queue.message_rejected model=%s so_far=%s error=%s", self._model, so_far, exc)
 
     def _receive_request(self, message: Message) -> None:
         request = QueuedRequest(self._nats, message)
@@ -312,10 +331,16 @@ class QueuePuller:
         self._on_request(request)
 
     def _receive_status(self, message: Message) -> None:
+        try:
+            number = int(message.subject.rpartition(".")[2])
+        except ValueError:
+            raise RemoteProtocolError(
+                f"the end of a pull on {message.subject!r}; allowed: a number at its end"
+            ) from None
         headers = message.headers or {}
         answer = decode_status(headers.get("Status", ""), headers.get("Description", ""))
         if answer is PullStatus.MISSING:
             self._is_ensured = False
         elif answer is PullStatus.REFUSED:
             logger.warning("queue.pull_rejected model=%s status=%s", self._model, headers)
-        self._plan.end_pull(int(message.subject.rpartition(".")[2]), answer, time.monotonic())
+        self._plan.end_pull(number, answer, time.monotonic())

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rollbus.bus.nats.client import Message
+from rollbus.bus.nats.connection import publish, subscribe
 from rollbus.bus.nats.jetstream import ApiError, ask
 from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
@@ -87,13 +88,54 @@ async def test_an_idle_worker_receives_one_request_for_each_pull(nats_url: str, 
             await worker.finish(request)
 
 
-@pytest.mark.parametrize("gap", ["\xa0", "\x85", "\x1c"])
-async def test_a_request_to_which_no_ack_can_be_sent_is_refused(nats_url: str, gap: str) -> None:
-    """A forged reply subject fails its own message, and not the acks of other requests."""
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(f"$JS.ACK.s{gap}.normal.1.1.1.1.0" for gap in ("\xa0", "\x85", "\x1c")),
+        "rb.v1.f.link.alice.w",
+        "victim.ACK.s.normal.1.1.1.1.0",
+        "$JS.ACK.s.normal.1.1.1.1",
+        "$JS.ACK.s.other.1.1.1.1.0",
+        "$JS.ACK.s.normal.x.1.1.1.0",
+        f"$JS.ACK.s.normal.1.1.1.{'1' * 5000}.0",
+        "$JS.ACK.>.normal.1.1.1.1.0",
+        "$JS.ACK.domain.s.normal.1.1.1.1.0",
+    ],
+)
+async def test_a_request_that_the_queue_has_not_delivered_is_refused(nats_url: str, reply: str) -> None:
+    """A forged reply subject fails its own message: no ack goes to it, and the acks of other requests are sent."""
     async with opened(nats_url) as nats:
-        message = Message(nats, 1, "rb.v1.f.req.alice.m.normal", f"$JS.ACK.s{gap}.normal.1.1.1.1.0", None, b"")
+        message = Message(nats, 1, "rb.v1.f.req.alice.m.normal", reply, None, b"")
         with pytest.raises(RemoteProtocolError, match="reply subject"):
             QueuedRequest(nats, message)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("domain.hash.", ""), ("_.hash.", ".token")])
+async def test_reply_subjects_of_all_servers_are_read(nats_url: str, before: str, after: str) -> None:
+    """The counts of a delivery are read with and without a domain, and with fields of later servers."""
+    async with opened(nats_url) as nats:
+        reply = f"$JS.ACK.{before}s.high.2.7.8.1500000000.9{after}"
+        request = QueuedRequest(nats, Message(nats, 1, "rb.v1.f.req.alice.m.high", reply, None, b""))
+
+        assert (request.client, request.lane, request.num_delivered) == ("alice", "high", 2)
+        assert (request.published_at, request.num_pending) == (1.5, 9)
+
+
+async def test_forged_messages_in_the_inbox_are_counted_and_get_no_ack(nats_url: str, fleet: str) -> None:
+    """The worker sends no ack for messages of other programs in its inbox, and pulls the next request as before."""
+    acked: list[object] = []
+    async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=2) as worker:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        await client.publish_all(b"first")
+        assert await worker.take_all(1) == [b"first"]
+        await subscribe(client.nats, "victim", acked.append)
+        for name, reply in (("1", "victim"), ("x", "")):
+            await publish(client.nats, f"{worker.puller._inbox}.{name}", b"", reply=reply)
+        await until_true(lambda: worker.puller.rejected.so_far == 2)
+        await client.publish_all(b"next")
+
+        assert (await worker.take()).data == b"next"
+        assert not acked
 
 
 async def test_a_worker_receives_at_most_three_requests_beyond_its_free_slots(nats_url: str, fleet: str) -> None:
