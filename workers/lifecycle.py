@@ -86,7 +86,8 @@ class WorkerLifecycle:
         self._held_since: float | None = None
         self.knows_target: Callable[[], bool] = lambda: True
         """Returns False while the desired state may have changed without this worker. It then accepts no requests."""
-        self._has_published = False
+        # The last presence, as it was published; empty: none was.
+        self._published = b""
         self.duplicate: DuplicateWorker | None = None
         """The error passed to `on_duplicate`, or None while this worker keeps its id."""
         self.rejected = RejectionCount()
@@ -109,6 +110,8 @@ class WorkerLifecycle:
 
         This worker then publishes no presence except the final one.
         """
+        if message.data == self._published:
+            return  # its own
         try:
             presence = decode_presence(message.data)
         except RemoteProtocolError as exc:
@@ -148,7 +151,7 @@ class WorkerLifecycle:
         """Return True if this worker may publish presence. Of two workers with one id, only the serving worker may."""
         if self.state in WORKER.final:
             # Clients that have received presence of this worker would otherwise use it until its lease expires.
-            return self._has_published
+            return bool(self._published)
         if self.duplicate is not None:
             return False
         return self.state in SPEAKING or self._publishes_in_s() <= 0
@@ -220,10 +223,10 @@ class WorkerLifecycle:
         if not self._nats.is_connected or not self._may_publish_presence():
             return
         published_at = time.monotonic()
-        self._has_published = True
         presence = self.describe()
+        self._published = encode_json(presence)
         try:
-            await publish(self._nats, self._subject, encode_json(presence))
+            await publish(self._nats, self._subject, self._published)
         except BusBroken as exc:
             logger.warning("presence.publish_failed error=%s", exc)
             return

@@ -47,6 +47,9 @@ READ_S: Final = 1.0
 """Seconds between two reads of all stored states for names that no worker has, because any user may send such names."""
 LOADED_S: Final = 1.0
 """Seconds to wait for the presence of a worker with a recorded adapter. It usually arrives within milliseconds."""
+NOTIFY_S: Final = 20e-6
+"""Seconds for each worker that a snapshot waits for further presence: none below the loop's millisecond. To make one
+takes a twentieth of that. A command to 1,000 workers must not make one for each answer."""
 WARN_AFTER_S: Final = 10.0
 """Seconds. A weight update pauses a fleet for a few seconds. A longer pause may have been forgotten."""
 ROUND_S: Final = 0.5
@@ -133,7 +136,7 @@ class PresenceWatcher:
             self._notify()
         elif not self._is_notifying:
             self._is_notifying = True
-            asyncio.get_running_loop().call_soon(self._notify)
+            asyncio.get_running_loop().call_later(len(self.snapshot.workers) * NOTIFY_S, self._notify)
 
     def expire(self) -> None:
         """Remove workers whose lease has expired."""
