@@ -96,9 +96,9 @@ class FieldChecks:
     def apply(self, struct: msgspec.Struct) -> None:
         """Check all fields and convert them to their canonical types."""
         # Most fields are defaults, which C code skips.
-        changed = compress(self._checks, map(operator.is_not, astuple(struct), self._defaults))
-        for name, field, check in changed:
-            value = getattr(struct, name)
+        values = astuple(struct)
+        changed = compress(zip(self._checks, values, strict=True), map(operator.is_not, values, self._defaults))
+        for (name, field, check), value in changed:
             checked = check(field, value)
             if checked is not value:
                 force_setattr(struct, name, checked)

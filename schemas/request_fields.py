@@ -84,14 +84,14 @@ def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
     Raises:
         InvalidRequest: `prompt_token_ids` is wrong; the error names the position of a wrong token.
     """
-    if request.prompt_len >= capabilities.max_model_len:
+    ids = np.asarray(request.prompt_token_ids)
+    if len(ids) >= capabilities.max_model_len:
         raise InvalidRequest(
             "prompt_token_ids",
-            f"has {request.prompt_len} tokens",
+            f"has {len(ids)} tokens",
             f"1 to {capabilities.max_model_len - 1}, so that one of the model's "
             f"{capabilities.max_model_len} positions is left to generate",
         )
-    ids = np.asarray(request.prompt_token_ids)
     if np.maximum.reduce(ids) >= capabilities.vocab_size:
         at = int(np.flatnonzero(ids >= capabilities.vocab_size)[0])
         raise InvalidRequest(f"prompt_token_ids[{at}]", f"is {int(ids[at])}", _show_range(capabilities))

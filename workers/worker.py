@@ -475,7 +475,7 @@ class Worker:
             puller=self._puller.stats,
             frames=self._publisher.frames,
             frames_lost=self._publisher.frames_lost,
-            bad_messages=sum(one.rejected.so_far for one in (self._inbox, self._lifecycle, self._puller)),
+            bad_messages=self._inbox.rejected.so_far + self._lifecycle.rejected.so_far + self._puller.rejected.so_far,
             bad_commands=self._control.rejected.so_far + self._control.reader.store.refused,
             times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),

@@ -118,6 +118,8 @@ class Batch(ABC, Generic[R]):
         self._times = BatchTimes() if times is None else times
         self._times.start(time.monotonic())
         self._in_flight: set[Call] = set()
+        # One object for all calls.
+        self._end = self._on_end
         # Calls of `_in_flight` that have ended, each once.
         self._ended: deque[Call] = deque()
         # Chunks of all calls. None: the batch reads complete results.
@@ -158,7 +160,7 @@ class Batch(ABC, Generic[R]):
             self._times.add(time.monotonic())
             return self._rejected(request, exc)
         self._in_flight.add(call)
-        call.when_ended(self._on_end)
+        call.when_ended(self._end)
         return None
 
     def _on_end(self, call: Call) -> None:

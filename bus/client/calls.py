@@ -345,7 +345,7 @@ class Call:
     """True if that is not the caller's id."""
     children: list[GenerateRequest] = field(init=False)
     """Request of each sample."""
-    payloads: list[bytes] = field(init=False)
+    payloads: Sequence[bytes] = field(init=False)
     """Encoded `children`, until the call is submitted. A request that cannot be encoded fails here, before that."""
     deadline_s: float = field(init=False)
     """Deadline on `time.monotonic()`."""

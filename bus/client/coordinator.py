@@ -27,7 +27,7 @@ from ..protocol.attempt.machine import OUT, TIMED, AttemptMachine, RequestState
 from ..protocol.attempt.suspects import Company, Engine, Suspects
 from ..protocol.fleet.presence import LostWorker, Survivor
 from ..protocol.queue.load import PrefixScope
-from ..protocol.queue.placement import PlacementNeeds
+from ..protocol.queue.placement import PlacedRequest, PlacementNeeds
 from ..protocol.stream.buffers import share_names
 from ..protocol.stream.response_stream import ResponseStream
 from .calls import Call, CallResult
@@ -71,7 +71,7 @@ class OpenCall:
             ChildRequest(self, ResponseStream(request, child=index, attempt=attempt, keep=not call.streams), payload)
             for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))
         ]
-        call.payloads = []
+        call.payloads = ()
 
     @property
     def next_attempt(self) -> int:
@@ -86,14 +86,6 @@ class OpenCall:
         if (spans := self.call.spans) is not None:
             spans.ended(self.model, self.children, self.call.streams, None if error is None else error.code)
         self.call.finish(CallResult([child.result() for child in self.children], error))
-
-    def clear(self) -> None:
-        """Remove the children, which have all ended.
-
-        The children refer to this call, and the call refers to its result. Without this, a large result would stay in
-        memory until the garbage collector finds the cycle.
-        """
-        self.children.clear()
 
     def failure(self, code: ErrorCode, message: str) -> RequestFailed:
         """Return an error of this call."""
@@ -110,8 +102,10 @@ class ChildRequest(AttemptMachine):
     """True if the current attempt may wait at its worker for a slot, and the worker has offered it at most once."""
     avoids_queue = False
     """True if a silent worker had it. It then goes directly to another worker, if one serves."""
-    placed_with: tuple[PlacementNeeds, PrefixScope] | None = None
-    """The input of the placement of the current attempt. None: it was not placed."""
+    wanted: PlacementNeeds | None = None
+    """The input of the placement of the current attempt. None: it was not computed."""
+    placed: PlacedRequest | None = None
+    """The worker that got or has the current attempt. None: no worker has it."""
 
     def __init__(self, open_call: OpenCall, stream: ResponseStream, payload: bytes) -> None:
         super().__init__(stream, payload, now=time.monotonic(), deadline=open_call.call.deadline_s)
@@ -146,7 +140,7 @@ class ChildRequest(AttemptMachine):
 
     def result(self) -> ChildResult:
         """Return the result of the child. The bus thread must not use the stream afterwards."""
-        return ChildResult(self.stream.child, self.stream, tuple(self.workers))
+        return ChildResult(self.stream.child, self.stream, self.workers)
 
 
 class RequestPublisher(Protocol):
@@ -192,7 +186,9 @@ class AttemptCoordinator:
 
     def debug_state(self) -> dict[str, int]:
         """Return counts; see `Runtime.debug_state`."""
-        return {"calls": len(self._calls), "suspects": len(self._suspects)}
+        calls = list(self._calls.values())
+        placed = sum(child.placed is not None for call in calls for child in call.children)
+        return {"calls": len(calls), "suspects": len(self._suspects), "placed": placed}
 
     @property
     def num_tokens(self) -> int:
@@ -236,7 +232,9 @@ class AttemptCoordinator:
                 self._next_attempt.popitem(last=False)
         if not open_call.has_ended:
             self._fail(open_call, open_call.failure(ErrorCode.CLIENT_CLOSED, "the caller left the call"))
-        open_call.clear()
+        # The children refer to the call, and the call refers to its result. A large result would otherwise stay in
+        # memory until the garbage collector finds the cycle.
+        open_call.children.clear()
         call.count_dropped()
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
@@ -300,12 +298,11 @@ class AttemptCoordinator:
         waiting = [child for child in open_call.children if child.is_open and child.worker is None]
         stage = "admission" if waiting else "generation"
         message = f"the request was not finished within {open_call.call.timeout_s:g} s"
-        if waiting and (reason := self._waiting_reason(waiting[0])):
-            message += f": {reason}"
+        if waiting:
+            is_held = waiting[0].state is RequestState.HELD
+            reason = HELD_BACK if is_held else self._publisher.waiting_reason(waiting[0])
+            message += f": {reason}" if reason else ""
         self._fail(open_call, RequestTimeout(stage=stage, message=message, request_id=open_call.request_id))
-
-    def _waiting_reason(self, child: ChildRequest) -> str:
-        return HELD_BACK if child.state is RequestState.HELD else self._publisher.waiting_reason(child)
 
     def send(self, child: ChildRequest, event: Event) -> None:
         """Let a child request handle an event, and execute its instructions."""
@@ -320,15 +317,15 @@ class AttemptCoordinator:
         for instruction in instructions:
             match instruction:
                 # The instructions of each request, then those of few.
-                case on.ClearSuspicion():
-                    self._clear_suspicion(child)
-                case on.RecordAdmission(waited_s):
-                    self._publisher.record_admission(child, waited_s)
                 case on.Retract(refusal):
                     self._publisher.remove(child, refusal)
+                case on.RecordAdmission(waited_s):
+                    self._publisher.record_admission(child, waited_s)
                 case on.Complete():
                     self._clear_suspicion(child)
                     self._finish_if_over(open_call)
+                case on.ClearSuspicion():
+                    self._clear_suspicion(child)
                 case on.Schedule():
                     self._schedule(child)
                 case on.WakeAt(at):

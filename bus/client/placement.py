@@ -8,7 +8,6 @@ first.
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
@@ -19,12 +18,14 @@ from ...schemas.presence import WorkerPresence
 from ..protocol.attempt.machine import UNPUBLISHED
 from ..protocol.fleet.presence import FleetSnapshot, LostWorker, PresenceTable
 from ..protocol.queue.fairness import MAX_FOLLOWERS
-from ..protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
+from ..protocol.queue.load import PIECE_TOKENS, PrefixScope, WorkerLoad, piece_hashes
 from ..protocol.queue.placement import (
+    NO_NEEDS,
     QUEUED,
     SIBLINGS_PER_PIECE,
     GroupLeaders,
     ModelPolicies,
+    PlacedRequest,
     Placement,
     PlacementNeeds,
     PlacementReason,
@@ -45,20 +46,6 @@ class Placed(NamedTuple):
     children: Sequence[ChildRequest]
 
 
-@dataclass(slots=True)
-class _PlacedRequest:
-    """A request that was sent to a worker or admitted by it."""
-
-    worker: str
-    wanted: PlacementNeeds
-    scope: PrefixScope
-    placement: Placement | None
-    """Placement of the request. None: the worker received it from the queue."""
-    is_admitted: bool = False
-    cache: CacheId | None = None
-    """Cache that contains the prompt. None if unknown, for example before the admission."""
-
-
 class RequestPlacement:
     """State of one client about prefixes, sessions, groups and loads, by model.
 
@@ -75,7 +62,6 @@ class RequestPlacement:
         self._serving: dict[str, list[WorkerLoad]] = {}
         self._seen: FleetSnapshot | None = None
         # The requests in flight bound these collections. A model without any has no entry.
-        self._held: dict[ChildRequest, _PlacedRequest] = {}
         self._unanswered: Counter[str] = Counter()
         self._leaders: dict[str, GroupLeaders[ChildRequest]] = {}
         # Followers of admitted leaders, with the worker that admitted the leader.
@@ -85,7 +71,7 @@ class RequestPlacement:
     def debug_state(self) -> dict[str, int]:
         """Return counts; see `Runtime.debug_state`."""
         followers = sum(map(len, self._leaders.values())) + sum(len(followers) for _, followers in self._admitted)
-        return {"placed": len(self._held), "followers": followers}
+        return {"followers": followers}
 
     @property
     def has_due(self) -> bool:
@@ -152,11 +138,12 @@ class RequestPlacement:
             self._forget(child)
             leaders.queued.add(child)
             return (Placed(None, [child]),)
-        able, wanted, scope = self._collect_candidates(child, self._loads(open_call.model))
-        child.placed_with = wanted, scope
-        if wanted.is_for_any:
+        if self._needs_nothing(child):
+            child.wanted = NO_NEEDS
             self._forget(child)
-            return self._queue([child])
+            return self._queue((child,))
+        able, wanted = self._collect_candidates(child, self._loads(open_call.model))
+        child.wanted = wanted
         siblings = [child]
         if len(open_call.children) > 1:
             siblings = [other for other in open_call.children if self._is_due_with(other, child)]
@@ -171,22 +158,17 @@ class RequestPlacement:
                 placements = policy.place_group(wanted, len(siblings), able, now)
             else:
                 placements = [policy.place(wanted, able, now)]
-        placed = self._note_all(siblings, placements, wanted, scope, now)
-        left = [other for other in siblings if other not in self._held]
+        placed = self._note_all(siblings, placements, wanted, now)
+        left = [other for other in siblings if other.placed is None]
         if not is_group:
-            return *placed, *(self._keep(left, wanted, scope, able, now) or self._queue(left))
+            return *placed, *(self._keep(left, wanted, able, now) or self._queue(left))
         if placed:
             leader = placed[0].children[0]
             self._leaders_of(leader).add_leader(wanted.group or 0, leader, leader.lane)
         return *placed, *self._follow(left, wanted)
 
     def _keep(
-        self,
-        children: Sequence[ChildRequest],
-        wanted: PlacementNeeds,
-        scope: PrefixScope,
-        able: Sequence[WorkerLoad],
-        now: float,
+        self, children: Sequence[ChildRequest], wanted: PlacementNeeds, able: Sequence[WorkerLoad], now: float
     ) -> list[Placed]:
         """Send a turn of a session to the full worker of its last turn, where it waits. Return [] for the queue."""
         if len(children) != 1 or children[0].num_refusals:
@@ -194,7 +176,7 @@ class RequestPlacement:
         kept = self._policies.of(children[0].open_call.model).keep_place(wanted, able, now)
         if kept.worker is None or not self._presents(kept.worker, "group_backlog"):
             return []
-        self._note(children[0], kept, wanted, scope, now)
+        self._note(children[0], kept, wanted, now)
         return [Placed(kept.worker, children)]
 
     def _is_due_with(self, other: ChildRequest, child: ChildRequest) -> bool:
@@ -234,31 +216,30 @@ class RequestPlacement:
 
     def _place_followers(self, children: Sequence[ChildRequest], worker: str, now: float) -> list[Placed]:
         model = children[0].open_call.model
-        able, wanted, scope = self._collect_candidates(children[0], self._loads(model))
+        able, wanted = self._collect_candidates(children[0], self._loads(model))
         placements: list[Placement] = []
         if not self._has_queued_leader(model):
             # No request of this client goes first.
             placements = self._policies.of(model).place_group(wanted, len(children), able, now)
-        placed = self._note_all(children, placements, wanted, scope, now)
-        left = [child for child in children if child not in self._held]
+        placed = self._note_all(children, placements, wanted, now)
+        left = [child for child in children if child.placed is None]
         if left and self._presents(worker, "group_backlog") and worker in (load.worker for load in able):
             placement = Placement(worker, PlacementReason.PLACED_GROUP, len(wanted.pieces) * PIECE_TOKENS)
             for child in left:
-                self._note(child, placement, wanted, scope, now)
+                self._note(child, placement, wanted, now)
             return [*placed, Placed(worker, left)]
         return [*placed, *self._queue(left)]
 
     def may_wait(self, child: ChildRequest) -> bool:
         """Return True if a placed request may wait at its worker: behind its group, or at its session's cache."""
-        held = self._held.get(child)
+        held = child.placed
         if held is None or not may_wait(held.wanted, held.placement or QUEUED):
             return False
         return self._presents(held.worker, "group_backlog")
 
     def reason(self, child: ChildRequest) -> str:
         """Return the reason for the placement of a request. Empty if it was not placed."""
-        held = self._held.get(child)
-        return "" if held is None or held.placement is None else held.placement.reason
+        return "" if child.placed is None or child.placed.placement is None else child.placed.placement.reason
 
     def _queue(self, children: Sequence[ChildRequest]) -> list[Placed]:
         queued = []
@@ -270,8 +251,8 @@ class RequestPlacement:
 
     def _collect_candidates(
         self, child: ChildRequest, loads: Sequence[WorkerLoad]
-    ) -> tuple[Sequence[WorkerLoad], PlacementNeeds, PrefixScope]:
-        """Return the workers that can serve a request, the input of its placement, and its scope."""
+    ) -> tuple[Sequence[WorkerLoad], PlacementNeeds]:
+        """Return the workers that can serve a request, and the input of its placement."""
         asked = child.stream.asked
         version, lora = asked.min_weight_version or 0, asked.lora
         able = loads
@@ -293,7 +274,19 @@ class RequestPlacement:
             group_id=group_id,
             is_for_able_only=len(able) < len(loads),
         )
-        return able, wanted, scope
+        return able, wanted
+
+    def _needs_nothing(self, child: ChildRequest) -> bool:
+        """Return True if no worker can be better for a request than another."""
+        asked = child.stream.asked
+        return (
+            len(asked.prompt_token_ids) < PIECE_TOKENS
+            and asked.session_id is None
+            and asked.group_id is None
+            and asked.lora is None
+            and not (asked.min_weight_version or self.silent)
+            and len(child.open_call.children) == 1
+        )
 
     def _pieces(self, child: ChildRequest, scope: PrefixScope) -> tuple[int, ...]:
         """Return the hashes of a prompt. They are computed once for all samples of a request."""
@@ -310,7 +303,6 @@ class RequestPlacement:
         children: Sequence[ChildRequest],
         placements: Sequence[Placement],
         wanted: PlacementNeeds,
-        scope: PrefixScope,
         now: float,
     ) -> list[Placed]:
         """Record placements while their workers have room. Return the placed samples by worker."""
@@ -319,19 +311,17 @@ class RequestPlacement:
         for child, placement in zip(children, placements, strict=False):
             self._forget(child)
             if placement.worker is not None and loads.free_slots(placement.worker, now) > 0:
-                self._note(child, placement, wanted, scope, now)
+                self._note(child, placement, wanted, now)
                 together.setdefault(placement.worker, []).append(child)
         return [Placed(worker, found) for worker, found in together.items()]
 
-    def _note(
-        self, child: ChildRequest, placement: Placement, wanted: PlacementNeeds, scope: PrefixScope, now: float
-    ) -> None:
+    def _note(self, child: ChildRequest, placement: Placement, wanted: PlacementNeeds, now: float) -> None:
         self.stats.placed[placement.reason] += 1
         self._policies.of(child.open_call.model).placed(wanted, placement, now)
-        held = self._held[child] = _PlacedRequest(placement.worker or "", wanted, scope, placement)
-        self._unanswered[held.worker] += 1
+        child.placed = PlacedRequest(placement.worker or "", wanted, placement)
+        self._unanswered[child.placed.worker] += 1
 
-    def _note_answer(self, held: _PlacedRequest) -> None:
+    def _note_answer(self, held: PlacedRequest) -> None:
         """Record that the worker has answered, or will not receive the request."""
         if held.placement is not None and not held.is_admitted:
             self._unanswered[held.worker] -= 1
@@ -340,7 +330,7 @@ class RequestPlacement:
 
     def _forget(self, child: ChildRequest) -> None:
         """Remove the placement of a request whose message the connection did not accept."""
-        held = self._held.pop(child, None)
+        held, child.placed = child.placed, None
         if held is not None:
             self._note_answer(held)
             self._policies.of(child.open_call.model).loads.ended(held.worker)
@@ -351,17 +341,17 @@ class RequestPlacement:
         """Return the prefill worker with the best cache for a request's prompt. None: any worker is equally good."""
         if not self._is_on:
             return None
-        able, wanted, _ = self._collect_candidates(child, self._loads_of(child.open_call.model, workers))
+        able, wanted = self._collect_candidates(child, self._loads_of(child.open_call.model, workers))
         return self._policies.of(child.open_call.model).place(wanted, able, time.monotonic()).worker
 
     def record_prefill(self, child: ChildRequest, worker: str) -> None:
         """Record that this prefill worker computes the prompt of a request."""
         if self._is_on:
-            _, wanted, scope = self._collect_candidates(child, self._loads_of(child.open_call.model, [worker]))
+            _, wanted = self._collect_candidates(child, self._loads_of(child.open_call.model, [worker]))
             now = time.monotonic()
             cached = self._policies.of(child.open_call.model).index.longest(wanted.pieces, now).get(worker, 0)
             reason = PlacementReason.PLACED_PREFIX if cached else PlacementReason.PLACED_GROUP
-            self._note(child, Placement(worker, reason, cached), wanted, scope, now)
+            self._note(child, Placement(worker, reason, cached), wanted, now)
 
     # Results.
 
@@ -369,18 +359,22 @@ class RequestPlacement:
         """Record that a worker admitted the request: its cache will contain the prompt."""
         if not self._is_on or child.worker is None:
             return
-        held = self._held.get(child)
+        held = child.placed
         was_placed = held is not None
         if held is None:
-            wanted, scope = child.placed_with or self._collect_candidates(child, self._loads(child.open_call.model))[1:]
-            held = self._held[child] = _PlacedRequest(child.worker, wanted, scope, None)
+            wanted = child.wanted or self._collect_candidates(child, self._loads(child.open_call.model))[1]
+            held = child.placed = PlacedRequest(child.worker, wanted, None)
         if followers := self._end_lead(child) if self._leaders else None:
             self._admitted.append((child.worker, followers))
         if was_placed:
             self._note_answer(held)
-        policy = self._policies.of(child.open_call.model)
+        policy, now = self._policies.of(child.open_call.model), time.monotonic()
         held.is_admitted = True
-        held.cache = policy.admitted(held.wanted, held.worker, time.monotonic(), was_placed=was_placed)
+        if held.wanted is NO_NEEDS:
+            policy.loads.placed(held.worker, len(child.stream.asked.prompt_token_ids), now)
+            held.cache = policy.index.cache_of(held.worker)
+        else:
+            held.cache = policy.admitted(held.wanted, held.worker, now, was_placed=was_placed)
 
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> list[ChildRequest]:
         """Remove the request of an ended attempt.
@@ -391,7 +385,8 @@ class RequestPlacement:
         Returns:
             Requests that followed it and are due now.
         """
-        held, child.placed_with = self._held.pop(child, None), None
+        held = child.placed
+        child.placed = child.wanted = None
         followers = self._end_lead(child) if self._leaders else []
         if held is not None:
             self._note_answer(held)
@@ -409,7 +404,7 @@ class RequestPlacement:
             del self._leaders[model]
         return followers
 
-    def _settle(self, child: ChildRequest, held: _PlacedRequest, refusal: RequestError | None) -> None:
+    def _settle(self, child: ChildRequest, held: PlacedRequest, refusal: RequestError | None) -> None:
         policy, stream, now = self._policies.of(child.open_call.model), child.stream, time.monotonic()
         self.stats.placements_refused += refusal is not None
         if refusal is not None and not held.is_admitted:
@@ -418,8 +413,13 @@ class RequestPlacement:
         elif stream.end is None or held.cache is None:
             policy.loads.ended(held.worker)
         else:
-            is_piece = child.stream.asked.prompt_len + stream.num_tokens >= PIECE_TOKENS
-            policy.ended(held.cache, piece_hashes(stream.sequence(), held.scope) if is_piece else (), now)
+            pieces: tuple[int, ...] = ()
+            if len(stream.asked.prompt_token_ids) + stream.num_tokens >= PIECE_TOKENS:
+                wanted = held.wanted
+                if wanted is NO_NEEDS:
+                    wanted = self._collect_candidates(child, self._loads(child.open_call.model))[1]
+                pieces = piece_hashes(stream.sequence(), wanted.scope)
+            policy.ended(held.cache, pieces, now)
             if held.placement is not None and stream.end.cached_tokens is not None:
                 self.stats.expected_cached_tokens += held.placement.cached_tokens
                 self.stats.placed_cached_tokens += stream.end.cached_tokens

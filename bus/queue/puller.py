@@ -83,8 +83,7 @@ class QueuedRequest:
         origin, ack = _SUBJECT.fullmatch(message.subject), _ACK.fullmatch(message.reply)
         if origin is None or ack is None:
             # It is forged. The worker would send an ack to any subject, and the acks of others go in one piece with it.
-            problem = f"a request with the subject {message.subject!r} and the reply subject {message.reply!r}"
-            raise RemoteProtocolError(f"{problem}; allowed: rb.v1.<fleet>.req.> and $JS.ACK.> of its queue")
+            raise RemoteProtocolError(f"{message.subject!r}: a request whose reply subject is {message.reply!r}")
         lane, num_delivered, stored_at, num_pending = ack.groups()
         self._nats = nats
         self._reply = message.reply
@@ -331,16 +330,13 @@ class QueuePuller:
         self._on_request(request)
 
     def _receive_status(self, message: Message) -> None:
-        try:
-            number = int(message.subject.rpartition(".")[2])
-        except ValueError:
-            raise RemoteProtocolError(
-                f"the end of a pull on {message.subject!r}; allowed: a number at its end"
-            ) from None
+        number = message.subject.rpartition(".")[2]
+        if not number.isdecimal():
+            raise RemoteProtocolError(f"the end of a pull on {message.subject!r}; allowed: a number at its end")
         headers = message.headers or {}
         answer = decode_status(headers.get("Status", ""), headers.get("Description", ""))
         if answer is PullStatus.MISSING:
             self._is_ensured = False
         elif answer is PullStatus.REFUSED:
             logger.warning("queue.pull_rejected model=%s status=%s", self._model, headers)
-        self._plan.end_pull(number, answer, time.monotonic())
+        self._plan.end_pull(int(number), answer, time.monotonic())

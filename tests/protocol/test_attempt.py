@@ -133,7 +133,7 @@ def test_a_request_whose_workers_are_lost_has_a_bounded_number_of_attempts() -> 
     assert request.handle(on.Lost(last, is_over=True), 99.0) == (
         on.CountLoss(is_retried=False), on.Retract(), on.Fail(last)
     )  # fmt: skip
-    assert request.workers == [f"w{number}" for number in range(MAX_ATTEMPTS)]
+    assert request.workers == tuple(f"w{number}" for number in range(MAX_ATTEMPTS))
 
 
 def test_the_client_aborts_the_attempt_at_a_worker_whose_lease_expired() -> None:

@@ -404,12 +404,3 @@ def test_a_small_part_of_a_large_array_is_copied() -> None:
     rows, run = rows_of(4 * NUM_LARGE), RowBuffer()
     run.add(rows[:NUM_LARGE])
     assert not np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
-
-
-def test_after_clear_only_later_rows_remain() -> None:
-    """After `clear`, only later rows remain."""
-    run = RowBuffer()
-    run.add(rows_of(3))
-    run.clear()
-    run.add(rows_of(1, 7))
-    assert bytes(run.pop(ROW_BYTES)) == rows_of(1, 7).tobytes()

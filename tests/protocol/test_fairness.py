@@ -195,7 +195,7 @@ def test_the_number_of_known_clients_is_bounded() -> None:
         place(turns, f"c{number}")
         turns.count_queued(SlotRequest(f"c{number}", "normal", "g"), NORMAL, 0.0, num_behind=MAX_AHEAD)
 
-    assert turns.debug_state() == {"shares": MAX_CLIENTS, "slots": MAX_CLIENTS}
+    assert len(turns._shares) == len(turns._slots) == MAX_CLIENTS
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def check_request(request: GenerateRequest, capabilities: Capabilities, versions
     """
     try:
         check_prompt(request, capabilities)
-        _check_n(request.sampling.n)
+        if request.sampling.n != 1:
+            what = f"is {request.sampling.n}"
+            raise InvalidRequest("sampling.n", what, "1: a client sends one message for each sample")
         check_sampling(request.sampling, capabilities)
         _check_offers(request, capabilities, versions)
     except RequestRejected as exc:
@@ -92,8 +94,10 @@ def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_deliver
     Args:
         num_delivered: number of deliveries by the queue, at least 1. The wait grows with it.
     """
-    factor = 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS)
-    wanted, served = request.min_weight_version, versions.served(request.lora)
+    wanted = request.min_weight_version
+    if wanted is None and request.lora is None:
+        return 0.0
+    factor, served = 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS), versions.served(request.lora)
     if wanted is not None and wanted > versions.target(request.lora) and wanted > served:
         return min(MAX_TOO_NEW_S, factor)
     if _is_with_others(request, versions):
@@ -204,13 +208,6 @@ def can_use(kv: KvTransfer, request: GenerateRequest, capabilities: Capabilities
     return is_readable and (kv.weight_version, kv.lora_version) == (versions.weight_version, lora_version)
 
 
-def _check_n(n: int) -> None:
-    if n != 1:
-        raise InvalidRequest(
-            field="sampling.n", problem=f"is {n}", allowed="1: a client sends one message for each sample"
-        )
-
-
 def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> None:
     if request.return_routed_experts and capabilities.routed_experts is None:
         raise RequestRejected(
@@ -223,7 +220,7 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
             code=ErrorCode.UNSUPPORTED,
             message="return_sampling_mask is true, and this worker's engine returns no sampling masks",
         )
-    if _is_with_others(request, versions):
+    if request.lora is not None and _is_with_others(request, versions):
         # The same answer as from a worker without a free slot: the client then puts the request into the queue.
         raise RequestRejected(
             code=ErrorCode.QUEUE_FULL,
@@ -235,8 +232,8 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
             code=ErrorCode.UNSUPPORTED,
             message=f"lora {request.lora!r} is not loaded on this worker; loaded: {', '.join(loaded) or 'none'}",
         )
-    wanted, served = request.min_weight_version, versions.served(request.lora)
-    if wanted is not None and served < wanted:
+    wanted = request.min_weight_version
+    if wanted is not None and (served := versions.served(request.lora)) < wanted:
         raise RequestRejected(
             code=ErrorCode.WEIGHTS_TOO_OLD,
             message=f"weight version {served} is older than min_weight_version={wanted}",

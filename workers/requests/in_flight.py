@@ -292,7 +292,7 @@ class InFlightRequests:
             return
         refused = await self.runner.restart(names)
         for request in filter(None, map(self.links.requests.open, set(names).difference(refused))):
-            request.timeline.add("restarted", tokens=0)
+            request.timeline.add("restarted", 0)
         for name, error in refused.items():
             self._execute(self.links.fail([name], error))
         logger.info("requests.restarted count=%d refused=%d", len(names), len(refused))

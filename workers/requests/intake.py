@@ -73,12 +73,6 @@ class IntakeStats:
     kv_unused: int = 0
     """Decode phases whose KV came from other weights or an unknown connector. The engine computes this KV again."""
 
-    def count_placed(self, count: int, reason: str) -> None:
-        """Count offered direct requests. An unknown reason, from a later release, only counts in the total."""
-        self.placed += count
-        if reason in self.placed_for:
-            self.placed_for[reason] += count
-
 
 class RequestIntake:
     """Checks and accepts requests one by one while the engine has free slots.
@@ -169,7 +163,8 @@ class RequestIntake:
     def accept(self, message: QueuedRequest) -> None:
         """Accept a request from the queue, or return it for another worker."""
         self.stats.taken += 1
-        if self._lifecycle.may_accept() and not self._is_stopping and len(self._incoming) < MAX_ARRIVALS:
+        if not self._is_stopping and len(self._incoming) < MAX_ARRIVALS:
+            # `_admit` returns it if this worker accepts no requests now.
             if (incoming := self._decode(message.client, message.data, message)) is not None:
                 self._add(incoming)
         elif self._lifecycle.may_publish():
@@ -410,7 +405,10 @@ class RequestIntake:
             offered[name] = one
         message = incoming.message
         if message is None:
-            self.stats.count_placed(len(offered), incoming.envelope.placed_for)
+            self.stats.placed += len(offered)
+            # An unknown reason, from a later release, only counts in the total.
+            if incoming.envelope.placed_for in self.stats.placed_for:
+                self.stats.placed_for[incoming.envelope.placed_for] += len(offered)
         else:
             led = SlotRequest(incoming.client, message.lane, request.group_id or request.request_id)
             self._turns.count_queued(led, self._puller.lanes_waiting(), now, num_behind=message.num_pending)
@@ -454,7 +452,8 @@ class RequestIntake:
     async def _submit(self, name: str, request: GenerateRequest, kv: KvTransfer | None) -> None:
         """Submit an offered request to the engine."""
         logger.debug("request.admitted name=%s traceparent=%s", name, request.traceparent)
-        self._links.requests.note_started(name)
+        if (offered := self._links.requests.open(name)) is not None:
+            offered.timeline.add("started")
         try:
             await self._engine.add(name, request, kv)
             return

@@ -122,9 +122,10 @@ class WorkerLinks:
             gathers: True if the worker may batch the tokens.
         """
         routing = None if request.return_routed_experts is False else capabilities.routed_experts
+        prompt_len = request.prompt_len
         writer = ChunkWriter(
             origin.key,
-            prompt_len=request.prompt_len,
+            prompt_len=prompt_len,
             routing=routing,
             start=request.routed_experts_prompt_start,
             segment_bytes=self.outbound.segment_bytes,
@@ -133,16 +134,14 @@ class WorkerLinks:
         writer.max_mask_bytes = self.outbound.segment_bytes
         writer.reports_kv = self.reports_kv
         self.stats.requests += 1
-        self.stats.prompt_tokens += request.prompt_len
+        self.stats.prompt_tokens += prompt_len
         worker_request = self._accept(origin, writer, now)
         worker_request.lora = request.lora
         if origin.reply_to is not None:
             worker_request.deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
-        worker_request.timeline.offer(
-            self.versions.weight_version, request.prompt_len, request.traceparent, request.lora
-        )
+        worker_request.timeline.offer(self.versions.weight_version, prompt_len, request.traceparent, request.lora)
         worker_request.awaits_kv, worker_request.last_at = kv is not None, now
-        worker_request.prompt_len = request.prompt_len
+        worker_request.prompt_len = prompt_len
         # An adapter may change while the base weights stay, so its tokens are forwarded immediately with the current
         # version.
         worker_request.gathers = gathers and request.lora is None
@@ -364,9 +363,9 @@ class WorkerLinks:
         """Return the next frame of one of `outbound.sendable`, or None if it has no frame now."""
         outgoing = self.outbound.next_frame(outbound)
         if outgoing is not None and outgoing.message is not None:
-            request = self.requests.find_by_message(outgoing.message)
-            if request is not None:
-                self.requests.pop_message(request)
+            for request in self.requests:
+                if request.message is outgoing.message:
+                    self.requests.pop_message(request)
         return outgoing
 
     # Ends of requests

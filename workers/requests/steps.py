@@ -183,11 +183,6 @@ class WorkerLinkStats:
     kv_too_large: int = 0
     """KV parameters too large for a frame. The decode phase then computes the prompt again."""
 
-    def count_prompt(self, request: WorkerRequest) -> None:
-        """Count the prompt of a request that has its first token."""
-        self.cached_prompt_tokens += request.cached_tokens
-        self.recomputed_prompt_tokens += max(request.prompt_len - request.cached_tokens, 0)
-
     def count(self, step: RequestStep, request: WorkerRequest, now: float) -> None:
         """Count a step that was added to a request."""
         if step.routed_experts is not None:
@@ -273,7 +268,7 @@ class StepDispatcher:
             step.kv_params = None
         if not request.has_token and not len(step.token_ids) and step.finish_reason is None:
             # Hold the step until the first token, because until then new weights may restart the request.
-            request.early_steps.append(step)
+            request.early_steps += (step,)
             return
         had_token = request.has_token
         if not had_token and not self._forward_early(request, step, now, instructions):
@@ -434,13 +429,13 @@ class StepDispatcher:
 
         Early steps of a request that ends without a token are discarded, because its result has no rows.
         """
-        ahead, request.early_steps = request.early_steps, []
+        ahead, request.early_steps = request.early_steps, ()
         if not len(step.token_ids):
             return True
-        if not request.has_token:
-            request.cached_tokens = sum(one.cached_tokens or 0 for one in (*ahead, step))
-            self._stats.count_prompt(request)
-            request.timeline.add("prefilled", tokens=request.prompt_len, cached_tokens=request.cached_tokens)
+        request.cached_tokens = sum(one.cached_tokens or 0 for one in (*ahead, step))
+        self._stats.cached_prompt_tokens += request.cached_tokens
+        self._stats.recomputed_prompt_tokens += max(request.prompt_len - request.cached_tokens, 0)
+        request.timeline.add("prefilled", request.prompt_len, request.cached_tokens)
         for early in ahead:
             if not self._forward(request, early, self._versions.weight_version, instructions):
                 return False

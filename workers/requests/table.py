@@ -15,7 +15,7 @@ from ...bus.queue.puller import QueuedRequest
 from ...schemas.control import ReadRequest
 from ...schemas.errors import ErrorCode
 from ...schemas.messages import RequestKey
-from ...schemas.request import GenerateRequest, wire_id
+from ...schemas.request import GenerateRequest
 from ...schemas.telemetry import LostAttempt, RequestProgress, RequestTimeline
 from .outbound import Outbound
 
@@ -37,11 +37,6 @@ class RequestOrigin(msgspec.Struct, frozen=True):
     """Attempts that the client has lost before."""
     given_id: str = ""
     """Id that the caller gave the request, or an empty string if it is that of the key."""
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Ids, in their wire form, by which commands may name the request."""
-        return (self.key.request_id, wire_id(self.given_id)) if self.given_id else (self.key.request_id,)
 
 
 class WorkerRequest(msgspec.Struct, eq=False):
@@ -75,7 +70,7 @@ class WorkerRequest(msgspec.Struct, eq=False):
     """True if the engine has sampled a token."""
     waiting: GenerateRequest | None = None
     """The request while it waits for a slot as a follower; see `RequestIntake`."""
-    early_steps: list[RequestStep] = []
+    early_steps: tuple[RequestStep, ...] = ()
     """Steps before the first token, which are forwarded with that token. They hold at most the rows of a prompt."""
     state: WorkerRequestState = WORKER_REQUEST.initial
 
@@ -168,12 +163,6 @@ class WorkerRequestTable:
             return
         self.timelines.end(self._begin_timeline(origin), reason, 0)
 
-    def note_started(self, name: str) -> None:
-        """Record that an open request goes to the engine now."""
-        request = self.open(name)
-        if request is not None:
-            request.timeline.add("started")
-
     def open(self, name: str) -> WorkerRequest | None:
         """Return the open request of this engine name, or None."""
         return self._by_name.get(name)
@@ -198,7 +187,7 @@ class WorkerRequestTable:
         """Discard the early steps of requests without a token. Return their names in the order of arrival."""
         unbegun = [request for request in self._using(lora) if not request.has_token]
         for request in unbegun:
-            request.early_steps.clear()
+            request.early_steps = ()
         return [request.name for request in unbegun]
 
     def _using(self, lora: str | None) -> list[WorkerRequest]:
@@ -212,7 +201,7 @@ class WorkerRequestTable:
         """
         names: dict[str, list[str]] = {}
         for request in self._by_name.values():
-            own = request.origin.ids
+            own = request.timeline.ids
             for request_id in own[:1] if request_ids is None else request_ids & set(own):
                 names.setdefault(request_id, []).append(request.name)
         return names
@@ -224,10 +213,6 @@ class WorkerRequestTable:
     def of_client(self, client: str, incarnation: str) -> list[WorkerRequest]:
         """Return all requests of one incarnation of a client."""
         return list(self._by_client.get((client, incarnation), {}).values())
-
-    def find_by_message(self, message: QueuedRequest) -> WorkerRequest | None:
-        """Return the request with this queue message, or None."""
-        return next((request for request in self if request.message is message), None)
 
     def is_open(self, request: WorkerRequest) -> bool:
         """Return True if the request has not ended."""

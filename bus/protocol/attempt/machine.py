@@ -202,6 +202,8 @@ class AttemptMachine:
     is_placed = False
     """True if its worker received it directly, not from the queue."""
     state = REQUEST.initial
+    workers: tuple[str, ...] = ()
+    """The workers that had its attempts, in order."""
     _last_error: RequestError | None = None
     _unreadable_at = NO_WORKER
     _has_failed_handover = False
@@ -214,8 +216,6 @@ class AttemptMachine:
         self.stream = stream
         self.since = now
         """The time at which it entered its state."""
-        self.workers: list[str] = []
-        """The workers that had its attempts, in order."""
         self.heard_at = now
         """The time of the last offer or chunk of its worker."""
         # The number of the first attempt, and of the current one when it began.
@@ -413,7 +413,7 @@ class AttemptMachine:
             return (on.AbortAttempt(offer.worker, self.key),)
         self._move(RequestEvent.ADMITTED, now)
         self.worker, self.incarnation, self._payload = offer.worker, offer.incarnation, None
-        self.workers.append(offer.worker)
+        self.workers += (offer.worker,)
         waited_s = 0.0 if self._unadmitted_since is None else now - self._unadmitted_since
         self._unadmitted_since = None
         return (on.RecordAdmission(waited_s),)
@@ -427,7 +427,7 @@ class AttemptMachine:
             return self._withdraw(error, now)
         if self.state is RequestState.RUNNING and self.is_placed and error.code is ErrorCode.QUEUE_FULL:
             # The request waited there for a slot, behind others of its group. The worker's engine has not received it.
-            self.workers.pop()
+            self.workers = self.workers[:-1]
             return self._withdraw(error, now)
         if error.code.facts.resumed or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
             return self._lose(on.Lost(error, is_over=True), now)

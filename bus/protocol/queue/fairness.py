@@ -134,10 +134,6 @@ class SlotTurns(Generic[K]):
         """Return the number of followers that wait."""
         return len(self._followers)
 
-    def debug_state(self) -> dict[str, int]:
-        """Return the number of clients that are counted separately, for tests; unstable."""
-        return {"shares": len(self._shares), "slots": len(self._slots)}
-
     def count_queued(self, request: SlotRequest, waiting: Lanes, now: float, *, num_behind: int) -> None:
         """Count an admitted request of the queue. Others of its group and lane may follow.
 

@@ -131,11 +131,6 @@ class PrefixIndex:
         """Return the number of pieces that are remembered."""
         return len(self._pieces)
 
-    def debug_state(self) -> dict[str, int]:
-        """Return the number of pieces, and of pairs of piece and worker, counted in two ways; for tests, unstable."""
-        num_pairs = sum(map(len, self._pieces.values()))
-        return {"pieces": len(self._pieces), "holders": self._num_holders, "pairs": num_pairs}
-
     def cache_of(self, worker: str) -> CacheId | None:
         """Return the present cache of a worker; None if the worker is not known."""
         cache = self._caches.get(worker)

@@ -74,11 +74,6 @@ class PlacementNeeds(NamedTuple):
     """True if a worker that serves the model cannot serve this request."""
 
     @property
-    def is_for_any(self) -> bool:
-        """True if no worker can be better for it than the worker that takes it from the queue."""
-        return not (self.pieces or self.session_id or self.group_id or self.is_for_able_only)
-
-    @property
     def session(self) -> int | None:
         """The `hint_hash` of its session."""
         return None if self.session_id is None else hint_hash("session", self.session_id, self.scope)
@@ -87,6 +82,10 @@ class PlacementNeeds(NamedTuple):
     def group(self) -> int | None:
         """The `hint_hash` of its group."""
         return None if self.group_id is None else hint_hash("group", self.group_id, self.scope)
+
+
+NO_NEEDS: Final = PlacementNeeds(0, (), PrefixScope())
+"""The needs of requests for which no worker is better than another. They are not computed for each of them."""
 
 
 class Placement(NamedTuple):
@@ -100,6 +99,19 @@ class Placement(NamedTuple):
 
 
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
+
+
+@dataclass(slots=True)
+class PlacedRequest:
+    """A request that was sent to a worker or admitted by it."""
+
+    worker: str
+    wanted: PlacementNeeds
+    placement: Placement | None
+    """Placement of the request. None: the worker received it from the queue."""
+    is_admitted: bool = False
+    cache: CacheId | None = None
+    """Cache that contains the prompt. None if unknown, for example before the admission."""
 
 
 def may_wait(wanted: PlacementNeeds, placement: Placement) -> bool:
@@ -155,7 +167,7 @@ class PlacementPolicy:
             cached_tokens = self.index.longest(wanted.pieces, now).get(worker, 0) if wanted.pieces else 0
             self.loads.placed(worker, wanted.prompt_tokens - cached_tokens, now)
         cache = self.index.cache_of(worker)
-        if cache is not None and not wanted.is_for_any:
+        if cache is not None:
             self.index.record(cache, wanted.pieces, now)
             for hint in (wanted.session, wanted.group):
                 if hint is not None:

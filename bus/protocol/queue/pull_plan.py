@@ -10,6 +10,8 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from ....schemas.request import Lane
@@ -113,6 +115,10 @@ class _LaneState:
         return 0 if self.not_before > now else max(1, self.waiting, min(2 * self.waiting, few))
 
 
+_WAITING: Final = attrgetter("waiting")
+_SEEN_EMPTY_AT: Final = attrgetter("seen_empty_at")
+
+
 class PullPlan:
     """The pulls of one worker.
 
@@ -136,11 +142,6 @@ class PullPlan:
         self._lanes = {lane: _LaneState() for lane in lanes}
         self._next_number = 0
         self._num_messages = 0
-
-    @property
-    def claimed(self) -> int:
-        """The number of messages that the open pulls may still deliver."""
-        return sum(state.left for state in self._lanes.values())
 
     def next_pulls(self, room: int, now: float) -> list[Pull]:
         """Return the pulls to publish now, and count them as open. Call it after every event and at `next_at`.
@@ -202,14 +203,10 @@ class PullPlan:
         After each lane was seen empty, the queue counts as empty for as long as a pull can stand, also if the worker
         has had no room since.
         """
-        waiting = tuple([lane for lane, state in self._lanes.items() if state.waiting])
-        if waiting:
-            return waiting
-        since = now - STANDING_S
-        for state in self._lanes.values():
-            if state.seen_empty_at < since:
-                return None
-        return ()
+        # This is asked for each request.
+        states = self._lanes.values()
+        waiting = tuple(compress(self._lanes, map(_WAITING, states)))
+        return waiting or (() if min(map(_SEEN_EMPTY_AT, states)) >= now - STANDING_S else None)
 
     def _pull(
         self, lane: Lane, count: int, now: float, *, max_bytes: int | None = None, is_standing: bool = False

@@ -191,10 +191,6 @@ class RowBuffer:
             del self._parts[0]
         return data
 
-    def clear(self) -> None:
-        """Remove all rows."""
-        self._parts.clear()
-
 
 def _keeps_little_else(rows: Rows) -> bool:
     """Return True if the memory that `rows` keeps alive is mostly its own; False if this is not known."""

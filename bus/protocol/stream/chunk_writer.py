@@ -115,6 +115,10 @@ class ChunkWriter:
     _lora_version: int | None = None
     # The usual streamed token: all output that was not handed out. It is in no buffer.
     _step: _TokenStep | None = None
+    # The other output that was not handed out; None: there was none. Lists are short; an empty deque has 600 bytes.
+    _prompt_logprobs: list[PromptLogprobs] | None = None
+    _runs: list[TokenBuffer] | None = None
+    _rows: RowBuffer | None = None
     # The end of the terminal chunk, without its totals.
     _ending: End | None = None
     unsent_bytes = last_bytes = 0
@@ -138,10 +142,6 @@ class ChunkWriter:
         self._traceparent = traceparent
         self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
         self._row_bytes = 0 if routing is None else routing.row_bytes
-        # Output that was not handed out. Lists are short; an empty deque has 600 bytes.
-        self._prompt_logprobs: list[PromptLogprobs] = []
-        self._runs: list[TokenBuffer] = []
-        self._rows = RowBuffer()
 
     @property
     def has_unsent(self) -> bool:
@@ -168,9 +168,9 @@ class ChunkWriter:
             self._check_row_rule(step, self.taken_tokens + num_tokens, self._taken_rows + num_rows)
         if step.prompt_logprobs is not None:
             self._buffer_step()
-            for part in _split_prompt(step.prompt_logprobs, self.segment_bytes):
-                self._prompt_logprobs.append(part)
-                self.unsent_bytes += _count_prompt_bytes(part)
+            parts = list(_split_prompt(step.prompt_logprobs, self.segment_bytes))
+            self._prompt_logprobs = (self._prompt_logprobs or []) + parts
+            self.unsent_bytes += sum(map(_count_prompt_bytes, parts))
         if num_tokens:
             top, mask = step.top_logprobs, step.sampling_mask
             ids = step.token_ids.astype(_I4, copy=False).tobytes()
@@ -188,7 +188,7 @@ class ChunkWriter:
                 self.unsent_bytes += len(ids) + len(logprobs)
         if rows is not None and num_rows:
             self._buffer_step()
-            self._rows.add(rows)
+            self._open_rows().add(rows)
             self.unsent_bytes += num_rows * self._row_bytes
         self.taken_tokens += num_tokens
         self._taken_rows += num_rows
@@ -253,19 +253,16 @@ class ChunkWriter:
 
     def _add(self, added: _TokenStep, *, is_ahead: bool = False) -> None:
         """Add tokens to the step that is in no buffer if it is small and of their kind, otherwise to the buffers."""
-        step = self._step
         if not (self.unsent_bytes or is_ahead):
             self._step = added
-        elif (
-            step is not None
-            and not is_ahead
-            and self.unsent_bytes <= SMALL_STEP_BYTES
-            and (step[0], bool(step[3])) == (added[0], bool(added[3]))
-        ):
-            self._step = (step[0], step[1] + added[1], step[2] + added[2], step[3] + added[3])
-        else:
-            self._buffer_step()
-            self._buffer(added)
+            return
+        if self._step is not None and not is_ahead and self.unsent_bytes <= SMALL_STEP_BYTES:
+            kind, token_ids, logprobs, rows = self._step
+            if kind == added[0] and (not rows) is (not added[3]):
+                self._step = kind, token_ids + added[1], logprobs + added[2], rows + added[3]
+                return
+        self._buffer_step()
+        self._buffer(added)
 
     def _buffer_step(self) -> None:
         """Move the output that is in no buffer to the buffers, which are empty."""
@@ -276,8 +273,12 @@ class ChunkWriter:
     def _buffer(self, step: _TokenStep) -> None:
         kind, token_ids, logprobs, rows = step
         if rows:
-            self._rows.add_bytes(rows)
+            self._open_rows().add_bytes(rows)
         self._find_run(kind, False).add(token_ids, logprobs if kind[2] else None)
+
+    def _open_rows(self) -> RowBuffer:
+        self._rows = self._rows or RowBuffer()
+        return self._rows
 
     def _find_run(self, kind: _Kind, kv_recomputed: bool) -> TokenBuffer:
         """Return the run that takes tokens of this kind."""
@@ -285,7 +286,7 @@ class ChunkWriter:
             return self._runs[-1]
         run = TokenBuffer(kind)
         run.kv_recomputed = kv_recomputed
-        self._runs.append(run)
+        self._runs = [*(self._runs or ()), run]
         return run
 
     def _reject_step(self) -> NoReturn:
@@ -301,9 +302,10 @@ class ChunkWriter:
             raise LocalProtocolError(f"the engine returned {num_tokens} tokens but another number of top logprobs")
         if step.sampling_mask is not None:
             check_mask(step.sampling_mask, num_tokens, self.max_mask_bytes)
-        if (step.error is not None) != (step.finish_reason is FinishReason.ERROR):
-            raise LocalProtocolError(f"the engine returned finish reason {step.finish_reason} and error {step.error!r}")
-        if step.kv_params is not None and step.finish_reason is None:
+        reason = step.finish_reason
+        if (step.error is not None) is not (reason is FinishReason.ERROR):
+            raise LocalProtocolError(f"the engine returned finish reason {reason} and error {step.error!r}")
+        if reason is None and step.kv_params is not None:
             raise LocalProtocolError("the engine returned KV parameters before the request's last step")
 
     def _check_rows(self, rows: Rows, start: int) -> None:
@@ -438,7 +440,7 @@ class ChunkWriter:
         self.last_bytes = num_bytes
         weight_version, lora_version = self._weight_version, self._lora_version
         token_ids, logprobs, top, mask, kv_recomputed = b"", None, None, None, None
-        if prompt_logprobs is not None:
+        if self._prompt_logprobs and prompt_logprobs is not None:
             del self._prompt_logprobs[0]
             self.unsent_bytes -= _count_prompt_bytes(prompt_logprobs)
         if self._runs:
@@ -476,7 +478,7 @@ class ChunkWriter:
         if not (count or (is_terminal and not self._num_rows)):
             return None
         shape = (count, routing.num_layers, routing.top_k)
-        data = self._rows.pop(count * self._row_bytes)
+        data = self._open_rows().pop(count * self._row_bytes)
         part = RoutedExperts(self._start + self._num_rows, shape, routing.dtype, data)
         self.unsent_bytes -= len(data)
         self._num_rows += count
@@ -524,10 +526,7 @@ class ChunkWriter:
     def _cut_short(self, ending: End, weight_version: int) -> Chunk:
         if self.has_left:
             raise LocalProtocolError("the request cannot end again after its terminal chunk")
-        self._prompt_logprobs.clear()
-        self._step = None
-        self._runs.clear()
-        self._rows.clear()
+        self._step = self._prompt_logprobs = self._runs = self._rows = None
         self.unsent_bytes = 0
         self.is_ended = True
         self._weight_version = weight_version

@@ -120,6 +120,7 @@ class LinkSender:
         self.num_frames = 0
         """The number of frames so far, without heartbeats."""
         self._credit = INITIAL_CREDIT_BYTES
+        self._set_segment_bytes()
         self._is_stalled = False
         self.credit_stalls = 0
         """How often chunks had to wait and to be merged for lack of credit. A stall ends when there is credit."""
@@ -152,12 +153,11 @@ class LinkSender:
         """True if the client may wait for a lost frame."""
         return bool(self._unacked or self._open)
 
-    @property
-    def segment_bytes(self) -> int:
+    def _set_segment_bytes(self) -> None:
+        # The bytes of a frame that was sent count in both of the last two.
+        window = self._credit + self._unacked_bytes - self._offset
+        self.segment_bytes = min(max(window // SEGMENTS_PER_WINDOW, MIN_SEGMENT_BYTES), SEGMENT_BYTES)
         """The largest segment of a large chunk in bytes, by the last window of the client."""
-        acked_bytes = self._offset - self._unacked_bytes
-        window = self._credit - acked_bytes
-        return min(max(window // SEGMENTS_PER_WINDOW, MIN_SEGMENT_BYTES), SEGMENT_BYTES)
 
     def unsent_bytes(self, key: RequestKey) -> int:
         """Return the unsent bytes of an open request; 0 if it is not open."""
@@ -384,6 +384,7 @@ class LinkSender:
             self._unacked_bytes -= len(data)
             confirmed += admitted
             self._acked += 1
+        self._set_segment_bytes()
         resend = [data for data, _ in self._unacked] if message.resend else []
         return LinkInstructions(resend, confirmed)
 

@@ -286,6 +286,15 @@ class ResponseStream:
     _is_resumed = False
     # Attempt numbers that do not count as attempts: withdrawn ones, and those of decode phases.
     _num_uncounted = 0
+    # Of the current attempt. None until its first chunk: most of the open requests of a large batch wait for it.
+    _verifier: ChunkVerifier | None = None
+    # Chunks of the current attempt that wait for their tokens, and delivered chunks; None: there are none.
+    _held: list[Chunk] | None = None
+    _kept: list[Chunk] | None = None
+    # The delivered tokens, <i4, if their chunks are not kept. The prompt of the next attempt ends with them.
+    _token_ids: bytes | bytearray = b""
+    lost: Sequence[LostAttempt] = ()
+    """The lost attempts, oldest first. Their times are those that the caller passed in."""
 
     def __init__(self, request: GenerateRequest, *, child: int, attempt: int, keep: bool) -> None:
         self._request = request
@@ -293,18 +302,10 @@ class ResponseStream:
         self._first_attempt = attempt
         self.asked = request
         """The request of the current attempt, for both phases together."""
-        self._verifier = ChunkVerifier(request)
-        # Chunks of the current attempt that wait for their tokens.
-        self._held: list[Chunk] = []
-        self._kept: list[Chunk] = []
-        # The delivered tokens, <i4, if their chunks are not kept. The prompt of the next attempt ends with them.
-        self._token_ids = bytearray()
         self.child = child
         """The index among n samples."""
         self.attempt = attempt
         """The number of the current attempt. Chunks of other attempts do not belong to this stream."""
-        self.lost: list[LostAttempt] = []
-        """The lost attempts, oldest first. Their times are those that the caller passed in."""
 
     @property
     def request_id(self) -> str:
@@ -336,27 +337,30 @@ class ResponseStream:
         Raises:
             RemoteProtocolError: it is not the next chunk, or contradicts earlier chunks; nothing was added.
         """
+        if self._verifier is None:
+            self._verifier = ChunkVerifier(self.asked)
         self._verifier.add(chunk)
-        if chunk.end is None:
-            if not chunk.token_ids_data:
-                self._held.append(chunk)
-                return []
-            if not self._held:
-                # The usual case: the tokens of a step, with nothing held back.
-                return [self._deliver(chunk)]
-            self._held.append(chunk)
-        elif not self._has_more_after_prefill(chunk, chunk.end):
-            self._held.append(chunk)
+        end = chunk.end
+        if self._held is None and (chunk.token_ids_data if end is None else self.phase != "prefill"):
+            # The usual case: nothing is held back.
+            return [self._deliver(chunk)]
+        found = self._held or []
+        if end is None and not chunk.token_ids_data:
+            found.append(chunk)
+            self._held = found
+            return []
+        self._held = None
+        if end is None or self.phase != "prefill" or not self._has_more_after_prefill(chunk, end):
+            found.append(chunk)
         else:
-            self._end_prefill(chunk, chunk.end)
+            self._end_prefill(chunk, end)
             if chunk.num_tokens or chunk.routed_experts is not None:
-                self._held.append(replace(chunk, end=None))
-        held, self._held = self._held, []
-        return [self._deliver(held_chunk) for held_chunk in held]
+                found.append(replace(chunk, end=None))
+        return [self._deliver(each) for each in found]
 
     def _has_more_after_prefill(self, chunk: Chunk, end: End) -> bool:
         """Return True if the prefill phase has ended only because it is limited to one token."""
-        if self.phase != "prefill" or not end.num_tokens:
+        if not end.num_tokens:
             return False
         sampling, num_tokens = self._request.sampling, self.num_tokens + chunk.num_tokens
         if sampling.max_tokens is not None and num_tokens >= sampling.max_tokens:
@@ -383,6 +387,7 @@ class ResponseStream:
         if chunk.token_ids_data:
             self.num_tokens += len(chunk.token_ids_data) // 4
             if not self._keep:
+                self._token_ids = self._token_ids or bytearray()
                 self._token_ids += chunk.token_ids_data
             if self._is_resumed:
                 self._is_resumed = False
@@ -394,6 +399,7 @@ class ResponseStream:
             chunk = replace(chunk, chunk_index=self._num_chunks, end=self.end)
         self._num_chunks += 1
         if self._keep:
+            self._kept = self._kept or []
             self._kept.append(chunk)
         return chunk
 
@@ -426,12 +432,12 @@ class ResponseStream:
             reason: error code of the loss.
             now: time of the loss.
         """
-        self._held = []
+        self._held = None
         request = self._request
         if self.num_tokens and self._keep and not request.sampling.is_continuable:
             self._start_over()
         lost = LostAttempt(attempt=self.attempt, worker=worker, at=now, tokens=self.num_tokens, reason=reason)
-        self.lost.append(lost)
+        self.lost = [*self.lost, lost]
         self.attempt += 1
         self.has_begun = True
         if not self.num_tokens:
@@ -444,7 +450,7 @@ class ResponseStream:
     def _start_attempt(self, request: GenerateRequest, phase: Literal["decode"] | None = None) -> GenerateRequest:
         self.asked, self.phase = request, phase
         self._is_resumed = self.num_tokens > 0
-        self._verifier = ChunkVerifier(request)
+        self._verifier = None
         self.is_prefilled = False
         return request
 
@@ -482,7 +488,7 @@ class ResponseStream:
 
         The finish reason is abort, unless the tokens are already complete.
         """
-        self._held = []
+        self._held = None
         return self._finish(*(self._find_reached_end() or (FinishReason.ABORT, None)))
 
     def fail(self, error: ChunkError) -> Chunk:
@@ -490,7 +496,7 @@ class ResponseStream:
         return self._finish(FinishReason.ERROR, None, error)
 
     def _start_over(self) -> None:
-        self._kept = []
+        self._kept = None
         self._num_chunks = self.num_tokens = self._num_rows = 0
 
     def _make_continuation(self) -> GenerateRequest:
@@ -499,7 +505,8 @@ class ResponseStream:
         return rest_of(self._request, self._join_tokens(), self._num_rows)
 
     def _join_tokens(self, last: bytes = b"") -> npt.NDArray[np.int32]:
-        parts = [*(chunk.token_ids_data for chunk in self._kept), last] if self._keep else [self._token_ids]
+        kept = self._kept or ()
+        parts = [*(chunk.token_ids_data for chunk in kept), last] if self._keep else [self._token_ids]
         return np.frombuffer(b"".join(parts), "<i4")
 
     def _find_reached_end(self, last: bytes = b"") -> tuple[FinishReason, int | None] | None:
@@ -530,4 +537,5 @@ class ResponseStream:
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays of a `Generation` by their field names. This needs `keep`."""
-        return join_chunks(self._kept) | kv_arrays(self._kept, self._request.prompt_len)
+        kept = self._kept or ()
+        return join_chunks(kept) | kv_arrays(kept, self._request.prompt_len)

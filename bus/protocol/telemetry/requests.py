@@ -296,36 +296,28 @@ class OpenTimeline:
         request = self.request
         return (request.request_id, wire_id(request.given_id)) if request.given_id else (request.request_id,)
 
-    def add(
-        self,
-        event: TimelineEventName,
-        *,
-        tokens: int | None = None,
-        cached_tokens: int | None = None,
-        reason: str | None = None,
-        weight_version: int | None = None,
-    ) -> None:
-        """Add an event at the present time."""
+    def add(self, event: TimelineEventName, *values: int | str | None) -> None:
+        """Add an event at the present time. `values` are its next fields, in the order of `TimelineEvent`."""
         events = self._events
         if len(events) >= MAX_TIMELINE_EVENTS:
             del events[_NUM_FIRST]
-        events.append((self._offset_s + self._clock(), event, tokens, cached_tokens, reason, weight_version))
+        events.append((self._offset_s + self._clock(), event, *values))
 
     def offer(self, weight_version: int, prompt_tokens: int, traceparent: str | None, lora: str | None = None) -> None:
         """Record that the worker has admitted the request."""
         self.weight_version, self._offered = weight_version, (prompt_tokens, traceparent, lora)
-        self.add("offered", weight_version=weight_version)
+        self.add("offered", None, None, None, weight_version)
 
     def begin_version(self, weight_version: int, tokens: int) -> None:
         """Record that tokens of another weight version begin after `tokens` tokens."""
         self.weight_version = weight_version
-        self.add("weights", weight_version=weight_version, tokens=tokens)
+        self.add("weights", tokens, None, None, weight_version)
 
     def hold(self, reason: str, tokens: int) -> None:
         """Record that a pause holds the request. This has no effect if the request is already held."""
         if not self.is_held:
             self.is_held = True
-            self.add("held", tokens=tokens, reason=reason)
+            self.add("held", tokens, None, reason)
 
     def resume(self) -> None:
         """Record that the request resumes. This has no effect if the request is not held."""
@@ -433,7 +425,7 @@ class TimelineBook:
         if timeline not in self._in_flight:
             return
         self._in_flight.discard(timeline)
-        timeline.add("ended", tokens=tokens, reason=reason)
+        timeline.add("ended", tokens, None, reason)
         if timeline.is_offered:
             self._ended.append(timeline)
         else:

@@ -58,7 +58,7 @@ def test_a_timeline_contains_all_events_of_a_request_in_order(book: TimelineBook
     clock.now += 1
     timeline.add("started")
     clock.now += 1
-    timeline.add("prefilled", tokens=10, cached_tokens=4)
+    timeline.add("prefilled", 10, 4)
     timeline.add("first_token")
     [running], _ = book.find("r")
     timeline.begin_version(4, 5)
