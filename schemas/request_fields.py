@@ -67,15 +67,14 @@ def decode_token_ids(value: object) -> object:
     return check_token_ids("prompt_token_ids", value, min_length=1, max_length=limits.MAX_PROMPT_TOKENS)
 
 
-def check_model_limits(request: GenerateRequest, capabilities: Capabilities) -> None:
-    """Check before publication that this model supports the request and that its tokens fit into the model's context.
+def check_fits(request: GenerateRequest, capabilities: Capabilities) -> None:
+    """Check before publication that the model knows the tokens of the prompt, and that they and the answer fit into it.
 
     Raises:
         InvalidRequest: the request exceeds a limit; the error names the field and the allowed range.
     """
     check_prompt(request, capabilities)
     _check_room(request, capabilities.max_model_len)
-    check_sampling(request.sampling, capabilities)
 
 
 def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
@@ -119,9 +118,9 @@ def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None
         value = getattr(sampling, name)
         if value is not None and value > capabilities.max_logprobs:
             raise InvalidRequest(f"sampling.{name}", f"is {value}", f"0 to {capabilities.max_logprobs}")
-    if capabilities.sampling_limits is not None:
-        _check_lengths(sampling, capabilities.sampling_limits)
     named = sampling.stop_token_ids or sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_words_token_ids
+    if named and capabilities.sampling_limits is not None:
+        _check_lengths(sampling, capabilities.sampling_limits)
     for field, token_ids in _walk_token_ids(sampling) if named else ():
         for token_id in token_ids:
             if token_id >= capabilities.vocab_size:

@@ -44,11 +44,12 @@ def has_access(request: Request, *tokens: str | None) -> bool:
 
 def user_of(request: Request, *tokens: str | None) -> str:
     """Return a key for a request's user: the position of its token in `tokens`, and the client's address."""
-    return f"{_place_of_token(request, *tokens)} {request.client.host if request.client else None}"
+    client = request.scope.get("client")
+    return f"{_place_of_token(request, *tokens)} {client[0] if client else None}"
 
 
 def _place_of_token(request: Request, *tokens: str | None) -> int | None:
-    for given in given_tokens(request):
+    for given in given_tokens(request) if tokens.count(None) < len(tokens) else ():
         for place, token in enumerate(tokens):
             if token is not None and hmac.compare_digest(given.encode(), token.encode()):
                 return place
@@ -104,13 +105,15 @@ def check_media_type(headers: Headers) -> None:
     Raises:
         HttpError: 415, naming the declared type or encoding.
     """
+    given = headers.getlist("content-type")
+    if given == [JSON] and "content-encoding" not in headers:
+        return
     coding = ", ".join(headers.getlist("content-encoding"))[:MAX_SHOWN_CHARS]
     if coding.strip().lower() not in ("", IDENTITY):
         message = f"Content-Encoding is {coding!r}; allowed: {IDENTITY}, that is a body without compression"
         refused = {"Accept-Encoding": IDENTITY}
         raise HttpError(415, message, code="unsupported_encoding", param="Content-Encoding", headers=refused)
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-    given = headers.getlist("content-type")
     if has_body and (len(given) != 1 or given[0].partition(";")[0].strip().lower() != JSON):
         problem = f"is {', '.join(given)[:MAX_SHOWN_CHARS]!r}" if given else "is missing"
         message = f"Content-Type {problem}; allowed: {JSON}"

@@ -22,15 +22,16 @@ from . import Settings, chat, control, docs, generate, page, status
 from .access import check_access, check_media_type, check_origin
 from .agents import routes as agents
 from .agents.message_blocks import message_error
-from .calls import Admission
+from .calls import Admission, of_fleet
 from .control import reads
 from .control.services import Services
-from .edge import new_id
+from .edge import HttpRequest, new_id
 from .errors import HttpError, error_response, http_error
 from .live import routes as live
+from .metrics import HttpRequestRecord
 from .openai import routes as openai
 from .openai.parsers import Parsers
-from .requests import given_trace, server_span
+from .requests import find_announced, given_trace, server_span
 from .service import HttpRoute, RouteTable, Service
 from .sessions import routes as sessions
 from .sessions.manager import Sessions
@@ -74,7 +75,7 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
     """Create the application for a connected client, which must stay connected while the application serves."""
     service = Service(rb, settings, Admission(settings.max_in_flight), parsers)
     service.sessions, service.serve_turn = Sessions(rb), sessions.serve
-    service.services = Services(service)
+    service.services, service.targets = Services(service), of_fleet(service.workers, find_announced)
     endpoints = {
         **_endpoints(service, OPEN, None),
         **_endpoints(service, DATA, settings.token, settings.admin_token),
@@ -132,21 +133,20 @@ class _Endpoint:
         self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        request._headers = scope["state"]["headers"]
+        request, method = HttpRequest(scope, receive), scope["method"]
         trusted, tracer, trace = self._service.settings.trusts_traceparent, self._service.tracer, None
-        if request.method == "POST":
+        if method == "POST":
             trace = given_trace(request.headers, is_trusted=trusted)
-        with self._service.metrics.request(request.method, self._path) as seen, ExitStack() as until_answered:
+        with HttpRequestRecord(self._service.metrics, method, self._path) as seen, ExitStack() as until_answered:
             # Requests that only read have no span, because they are frequent and reach no worker.
-            if tracer is not None and request.method == "POST":
+            if tracer is not None and method == "POST":
                 span = server_span(tracer, request, self._path, seen, trace, is_trusted=trusted)
                 trace = until_answered.enter_context(span)
             # `request.state` has these.
             scope["state"].update(until_answered=until_answered, seen=seen, trace=trace, waited_s=0.0, new_id=new_id())
             scope["state"]["began_at"] = time.monotonic()
             try:
-                response = await self._answer(request)
+                response = await self._answer(request, method)
                 seen.status = response.status_code
                 await response(scope, receive, send)
             except ClientDisconnect:
@@ -154,10 +154,10 @@ class _Endpoint:
                 seen.status = CLIENT_STALLED if has_stalled else CLIENT_GONE
                 logger.info("client.%s path=%s", "stalled" if has_stalled else "disconnected", request.url.path)
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: Request, method: str) -> Response:
         try:
             check_access(request, *self._tokens)
-            if request.method == "POST":
+            if method == "POST":
                 check_media_type(request.headers)
             return await self._route.handler(self._service, request)
         except HttpError as error:
@@ -185,7 +185,7 @@ async def _no_route(request: Request, exc: Exception) -> Response:
 
 def _reject(service: Service, path: str, error: HttpError) -> Response:
     """Count and answer a request that matches no route."""
-    with service.metrics.request("any", NO_ROUTE) as seen:
+    with HttpRequestRecord(service.metrics, "any", NO_ROUTE) as seen:
         seen.status = error.status
     return _error_of(path, error)
 

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.datastructures import Headers, State
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -69,7 +69,7 @@ class IndexedHeaders(Headers):
     """The headers of a request, found without a look at all of them: each request is asked for twenty."""
 
     def __init__(self, scope: Scope) -> None:
-        super().__init__(scope=scope)
+        self._list = scope["headers"]
         self._values: dict[str, list[str]] = {}
         for name, value in self._list:
             self._values.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
@@ -87,6 +87,17 @@ class IndexedHeaders(Headers):
         return isinstance(key, str) and key.lower() in self._values
 
 
+class HttpRequest(Request):
+    """A request whose headers and state are attributes. Those of Starlette are looked up at each use."""
+
+    headers: Any = None
+    state: Any = None
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        super().__init__(scope, receive)
+        self.headers, self.state = scope["state"]["headers"], State(scope["state"])
+
+
 class Connection(HttpToolsProtocol):
     """One connection of a client. It limits heads and queues, ignores trailers, and reports the client's disconnect.
 
@@ -102,6 +113,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._proxied: Any = self.app
         self.is_lost = False
         self.waiting: list[asyncio.Task[Any]] = []
         self._unparsed_bytes = 0
@@ -172,9 +184,11 @@ class Connection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         if self.parser.should_upgrade():
             return
-        version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers].count(b"host")
-        if version not in HOSTS or hosts not in HOSTS[version] or len(self.pipeline) >= MAX_QUEUED:
+        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
+        if version not in HOSTS or names.count(b"host") not in HOSTS[version] or len(self.pipeline) >= MAX_QUEUED:
             raise HttpParserError(NOT_HTTP)
+        # uvicorn's layer for proxies does nothing for other requests.
+        self.app = self._proxied if b"x-forwarded-for" in names or b"x-forwarded-proto" in names else self._proxied.app
         super().on_headers_complete()
         self.scope["state"].update(connection=self, cycle=self.cycle)
 
@@ -325,7 +339,7 @@ class ResponseSender:
             elif name == b"connection" and value.lower() == b"close":
                 cycle.keep_alive = False
                 continue
-            lines += name, b": ", value, b"\r\n"
+            lines.append(b"%b: %b\r\n" % (name, value))
         if not has_id:
             lines += b"x-request-id: ", self._request_id().encode(), b"\r\n"
         if self._is_chunked:

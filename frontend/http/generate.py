@@ -3,7 +3,7 @@
 By default, routed experts are a JSON object.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, ClassVar, Final
 
@@ -20,7 +20,7 @@ from .answers import AnswerChoice, Update
 from .body import decode_body, read_body
 from .errors import HttpError, invalid, unsupported
 from .openai.requests import Options
-from .openai.shapes import AnswerShape, Namer
+from .openai.shapes import AnswerShape, JsonParts, Namer
 from .requests import RequestTarget, build_request, check_length, find_target
 from .sampling import SamplingFields, bus_sampling, check_sampling, check_stream_options, sampling_names
 from .service import HttpRoute, RouteTable, Service
@@ -52,22 +52,23 @@ class _Generate(AnswerShape):
         ids, versions = update.tokens.ids.tolist(), update.tokens.weight_versions.tolist()
         return {"index": choice.index, **shown, "token_ids": ids, "weight_versions": versions}
 
-    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> JsonParts:
+        if (few := namer.few(scores)) is not None:
+            return {"content": [SampledToken(*each, None, [TopToken(*each, None)]) for each in zip(*few, strict=True)]}
+
         def sampled(position: list[Scored]) -> SampledToken:
             tops = [TopToken(namer.name(each.token_id), each.logprob, None) for each in position[: max(width, 1)]]
             return SampledToken(tops[0].token, tops[0].logprob, None, tops)
 
         return lists_json(scores, {"content": lambda block: list(map(sampled, block))})
 
-    def masks(self, tokens: Tokens) -> Iterator[bytes]:
+    def masks(self, tokens: Tokens) -> Mapping[str, JsonParts]:
         if tokens.masks is None:
-            yield b',"sampling_mask":null'
-            return
-        yield b',"sampling_mask":'
+            return {"sampling_mask": None}
         # Block by block, because the masks of a long answer are millions of ids.
         masks = tokens.masks.split()
         blocks = (masks[at : at + BLOCK] for at in range(0, len(masks), BLOCK))
-        yield from list_json([ids.tolist() for ids in block] for block in blocks)
+        return {"sampling_mask": list_json([ids.tolist() for ids in block] for block in blocks)}
 
 
 class _WithRows(_Generate):

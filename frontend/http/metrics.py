@@ -14,11 +14,10 @@ import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -175,12 +174,26 @@ TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 
 @dataclass(slots=True)
 class HttpRequestRecord:
-    """The labels of one HTTP request."""
+    """The labels of one HTTP request, which is counted at the end of the block that has it."""
 
+    metrics: "Metrics"
+    method: str
+    route: str
     status: int = 500
     """500 until the request has an answer. An unexpected failure keeps this value."""
     model: str = ""
     """The requested model; empty if the request needs no model, or if no worker serves the model."""
+    begun: float = field(default_factory=time.perf_counter)
+
+    def __enter__(self) -> Self:
+        """Return the record."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Count the request with any outcome."""
+        self.metrics.note_use(self.model)
+        self.metrics.requests[self.method, self.route, str(self.status), self.model] += 1
+        self.metrics.request_seconds[self.method, self.route].observe(time.perf_counter() - self.begun)
 
 
 class Histogram:
@@ -260,12 +273,12 @@ class Metrics(Collector):
         seconds = partial(self._add, HistogramMetricFamily, partial(Histogram, SECONDS))
         token_seconds = partial(self._add, HistogramMetricFamily, partial(Histogram, TOKEN_SECONDS))
         of_model, of_version = ("model",), ("model", "weight_version")
-        self._requests = counter(
+        self.requests = counter(
             "rollbus_http_requests",
             "Answered HTTP requests; status 499: the client disconnected before the answer",
             ("method", "route", "status", "model"),
         )
-        self._request_seconds = seconds(
+        self.request_seconds = seconds(
             "rollbus_http_request_seconds",
             "Seconds from a request's head to the end of its answer",
             ("method", "route"),
@@ -319,7 +332,7 @@ class Metrics(Collector):
         """Yield all metrics of the service itself."""
         return (series.collect() for series in self._all)
 
-    def _note_use(self, model: str, num_opened: int = 0) -> None:
+    def note_use(self, model: str, num_opened: int = 0) -> None:
         """Count opened or closed token requests of a model. Remove the series of models that were not used for long."""
         self._models[model] = self._models.get(model, 0) + num_opened
         self._models.move_to_end(model)
@@ -335,41 +348,6 @@ class Metrics(Collector):
         for series in self._all:
             for labels in [each for each in series if ("model", model) in zip(series.labels, each, strict=True)]:
                 del series[labels]
-
-    @contextmanager
-    def request(self, method: str, route: str) -> Iterator[HttpRequestRecord]:
-        """Count one HTTP request with any outcome."""
-        seen = HttpRequestRecord()
-        begun = time.perf_counter()
-        try:
-            yield seen
-        finally:
-            self._note_use(seen.model)
-            self._requests[method, route, str(seen.status), seen.model] += 1
-            self._request_seconds[method, route].observe(time.perf_counter() - begun)
-
-    @contextmanager
-    def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
-        """Count one token request while it is open, and then its outcome."""
-        self._note_use(model, 1)
-        self.prompt_tokens[model,] += prompt_len
-        progress = GenerationTimer(self, model)
-        outcome = "internal_error"
-        self.in_flight[model,] += 1
-        try:
-            yield progress
-            outcome = progress.outcome
-        except (asyncio.CancelledError, ClientDisconnect, GeneratorExit):
-            outcome = "left"
-            raise
-        except RollbusError as error:
-            outcome = str(getattr(error, "code", "bus_unavailable"))
-            raise
-        finally:
-            self.in_flight[model,] -= 1
-            self.ended[model, outcome] += 1
-            self.seconds[model,].observe(time.perf_counter() - progress.begun)
-            self._note_use(model, -1)
 
     def version(self, model: str, weight_version: int) -> tuple[str, str]:
         """Return the labels of a version.
@@ -404,10 +382,30 @@ class GenerationTimer:
 
     metrics: Metrics
     model: str
+    prompt_len: int = 0
     begun: float = field(default_factory=time.perf_counter)
     outcome: str = "done"
     """The outcome if no exception ends the request."""
     _last: dict[int, float] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        """Count the request as open."""
+        self.metrics.prompt_tokens[self.model,] += self.prompt_len
+        self.metrics.note_use(self.model, 1)
+        self.metrics.in_flight[self.model,] += 1
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Count the outcome."""
+        if isinstance(error, asyncio.CancelledError | ClientDisconnect | GeneratorExit):
+            self.outcome = "left"
+        elif error is not None:
+            is_known = isinstance(error, RollbusError)
+            self.outcome = str(getattr(error, "code", "bus_unavailable")) if is_known else "internal_error"
+        self.metrics.ended[self.model, self.outcome] += 1
+        self.metrics.seconds[self.model,].observe(time.perf_counter() - self.begun)
+        self.metrics.in_flight[self.model,] -= 1
+        self.metrics.note_use(self.model, -1)
 
     def add(self, chunk: bus.Chunk) -> None:
         """Count a received chunk."""
@@ -430,7 +428,10 @@ class GenerationTimer:
         """Count a result that was not streamed."""
         self.outcome = str(getattr(generation.error, "code", self.outcome))
         for sample in (generation, *generation.siblings):
-            for version, count in sorted(Counter(sample.weight_versions.tolist()).items()):
+            versions = sample.weight_versions.tolist()
+            # Nearly all answers have one version.
+            counts = {versions[0]: len(versions)} if len(set(versions)) == 1 else Counter(versions)
+            for version, count in sorted(counts.items()):
                 self.metrics.tokens[self.metrics.version(self.model, version)] += count
             if sample.routed_experts is not None and len(sample.weight_versions):
                 labels = self.metrics.version(self.model, int(sample.weight_versions[-1]))

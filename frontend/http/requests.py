@@ -25,11 +25,12 @@ from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, list_na
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.presence import Capabilities, WorkerPresence
-from ...schemas.request_fields import check_model_limits
+from ...schemas.request_fields import check_fits, check_sampling
+from .calls import MIN_LEFT_S
 from .edge import REQUEST_ID_HEADER, given_request_id, while_connected
 from .errors import HttpError, http_error, invalid, without_paths
 from .metrics import HttpRequestRecord
-from .service import MIN_LEFT_S, Service
+from .service import Service
 
 _ANY_VERSION: Final = re.compile(
     r"(?P<version>[0-9a-f]{2})(?P<ids>-[0-9a-f]+-[0-9a-f]+)-(?P<flags>[0-9a-f]+)(?P<more>-.*)?"
@@ -117,23 +118,22 @@ async def find_target(
     """
     # An empty name is a missing name, as in vLLM.
     model = name or service.settings.default_model or await _only_model(service)
-    target = _find_announced(service, model)
+    target = service.targets(model)
     if target is None:
         timeout_s = _timeout_s(service, request, timeout_s)
         with while_connected(request.scope):
             target = await _wait_for_target(service, request, model, timeout_s)
     service.is_for(request, (target.worker.model,))
-    request.state.seen.model = target.worker.model
+    request.scope["state"]["seen"].model = target.worker.model
     return target
 
 
-def _find_announced(service: Service, model: str) -> RequestTarget | None:
+def find_announced(workers: Sequence[WorkerPresence], model: str) -> RequestTarget | None:
     """Return the model or adapter of that name that workers announce; None if no started worker does.
 
     Raises:
         HttpError: 400, several models have an adapter of that name.
     """
-    workers = service.rb.fleet.workers
     # The name of a model wins over the name of an adapter.
     of_model = [worker for worker in workers if worker.model == model]
     having = of_model or [worker for worker in workers if any(lora.name == model for lora in worker.loras)]
@@ -150,7 +150,7 @@ def _find_announced(service: Service, model: str) -> RequestTarget | None:
 async def _wait_for_target(service: Service, request: Request, model: str, timeout_s: float) -> RequestTarget:
     # The ack of another service may be newer than presence, so the record decides before anything is refused.
     refusal, bases = await _not_served(service, model)
-    if (target := _find_announced(service, model)) is not None:
+    if (target := service.targets(model)) is not None:
         return target
     runtime, seconds = runtime_of(service.rb), min(service.settings.max_wait_s, timeout_s)
     watcher = runtime.watcher
@@ -170,7 +170,7 @@ async def _wait_for_target(service: Service, request: Request, model: str, timeo
         raise HttpError(status, message, code=code)
     # Counts in the timeout and in `max_wait_s` of what follows.
     request.state.waited_s = time.monotonic() - begun
-    target = _find_announced(service, model)
+    target = service.targets(model)
     if target is None:
         refusal, _ = await _not_served(service, model)
         raise refusal
@@ -256,8 +256,8 @@ def build_request(
     sets the deadline. On the bus, the names of sessions and groups are specific to this user.
 
     Args:
-        sampling: the sampling parameters, or their fields. If `max_tokens` is None, the rest of the model's context is
-            used.
+        sampling: the sampling parameters, after `check_sampling`, or their fields. If `max_tokens` is None, the rest
+            of the model's context is used.
         fields: other fields of `rollbus.GenerateRequest`, at least `prompt_token_ids`. If `request_id` is None, a new
             id is generated.
         names: the route's names of the bus's fields, see `named_errors`.
@@ -265,36 +265,35 @@ def build_request(
     Raises:
         HttpError: 400, naming the route's field.
     """
-    headers = request.headers
-    trace: GivenTrace | None = request.state.trace
-    common: JsonObject = {
-        "model": target.worker.model,
-        "lora": target.lora,
+    headers, state = request.headers, request.scope["state"]
+    trace: GivenTrace | None = state["trace"]
+    given: JsonObject = {
         "session_id": headers.get(SESSION_ID_HEADER),
         "group_id": headers.get(GROUP_ID_HEADER),
-        "traceparent": None if trace is None else trace.traceparent,
-        "tracestate": None if trace is None else trace.tracestate,
+        **fields,
+        "model": target.worker.model,
+        "lora": target.lora,
+        "timeout_s": _timeout_s(service, request, fields.get("timeout_s")),
     }
-    given = {**common, **fields}
-    timeout_s = _timeout_s(service, request, fields.get("timeout_s"))
+    if trace is not None:
+        given |= {"traceparent": trace.traceparent, "tracestate": trace.tracestate}
     user = service.user_of(request)
     with named_errors(names):
-        built = bus.GenerateRequest(
-            sampling=sampling if isinstance(sampling, bus.SamplingParams) else bus.SamplingParams(**sampling),
-            **{
-                **given,
-                **{name: _of_user(user, name, given[name]) for name in ("session_id", "group_id")},
-                **_request_id(request, fields.get("request_id"), user),
-                "timeout_s": timeout_s,
-            },
-        )
-        if request.state.waited_s:
-            built = replace(built, timeout_s=max(timeout_s - request.state.waited_s, MIN_LEFT_S))
-        check_model_limits(built, target.capabilities)
+        if not isinstance(sampling, bus.SamplingParams):
+            sampling = bus.SamplingParams(**sampling)
+            check_sampling(sampling, target.capabilities)
+        for name in ("session_id", "group_id"):
+            if given[name] is not None:
+                given[name] = _of_user(user, name, given[name])
+        given |= _request_id(request, fields.get("request_id"), user)
+        built = bus.GenerateRequest(sampling=sampling, **given)
+        if state["waited_s"]:
+            built = replace(built, timeout_s=max(given["timeout_s"] - state["waited_s"], MIN_LEFT_S))
+        check_fits(built, target.capabilities)
     return built
 
 
-def _of_user(user: str, field: str, name: str | None) -> str | None:
+def _of_user(user: str, field: str, name: object) -> str:
     """Return the bus's name for a session or a group. It depends on the user.
 
     If another user sends the same name, this does not affect the placement of this user's requests.
@@ -302,8 +301,6 @@ def _of_user(user: str, field: str, name: str | None) -> str | None:
     Raises:
         InvalidRequest: the name is not valid.
     """
-    if name is None:
-        return None
     return hashlib.blake2b(f"{user}\0{check_name(field, name)}".encode(), digest_size=16).hexdigest()
 
 
@@ -344,7 +341,9 @@ def _request_id(request: Request, from_body: str | None, user: str) -> dict[str,
         InvalidRequest: the id in the header is not valid.
     """
     given = given_request_id(request.headers) or from_body
-    return {"request_id": request.state.new_id} if given is None else {"request_id": given, "id_scope": user}
+    return (
+        {"request_id": request.scope["state"]["new_id"]} if given is None else {"request_id": given, "id_scope": user}
+    )
 
 
 def id_headers(request_id: str) -> dict[str, str]:

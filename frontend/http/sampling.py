@@ -3,7 +3,10 @@
 The bus carries only token ids, so `bad_words` is converted into token ids here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -102,6 +105,20 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     logprob_token_ids: list[int] | None = None
 
 
+@cache
+def _reader(names: tuple[str, ...]) -> tuple[Callable[[object], tuple[object, ...]], tuple[None, ...]]:
+    """Return what reads several fields, and what it returns if all are null."""
+    return attrgetter(*names), (None,) * len(names)
+
+
+def given_fields(struct: msgspec.Struct, names: tuple[str, ...]) -> JsonObject:
+    """Return those of several fields of a struct that are not null, by name. Few are, so C code skips the others."""
+    read, nothing = _reader(names)
+    if (values := read(struct)) == nothing:
+        return {}
+    return dict(compress(zip(names, values, strict=True), map(is_not, values, repeat(None))))
+
+
 SAME_NAME: Final = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids"),
@@ -157,7 +174,7 @@ def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str 
     Raises:
         HttpError: 400, a bad word has no tokens.
     """
-    fields = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    fields = given_fields(body, SAME_NAME)
     if body.seed == NO_SEED:
         del fields["seed"]
     bad_words = list(body.bad_words_token_ids or ())
@@ -165,8 +182,7 @@ def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str 
         bad_words += bad_words_ids(body.bad_words, tokenizer, f"{prefix}bad_words")
     if bad_words:
         fields["bad_words_token_ids"] = bad_words
-    extra = {name: value for name in EXTRA if (value := getattr(body, name)) is not None}
-    return {**fields, "extra": extra or None}
+    return {**fields, "extra": given_fields(body, EXTRA) or None}
 
 
 def sampling_names(body: SamplingFields, prefix: str = "") -> dict[str, str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
+import numpy as np
 from msgspec import Meta
 
 from ... import bus
@@ -210,7 +211,7 @@ def text_of(
     skip_special_tokens: bool,
 ) -> AnswerText:
     """Return the empty text of a new answer."""
-    prompt_end = [int(token_id) for token_id in request.prompt_token_ids[-LONGEST_CHARACTER:]]
+    prompt_end = np.asarray(request.prompt_token_ids[-LONGEST_CHARACTER:]).tolist()
     return AnswerText(
         Detokenizer(tokenizer, prompt_end, skip_special_tokens=skip_special_tokens),
         StopMatcher(stops, include_stop),
@@ -248,7 +249,7 @@ class TokenizerLoads:
         load = self._find(folder)
         if load is None or (load.done() and load.exception() is not None):
             load = self._begin(folder)
-        return await asyncio.shield(load)
+        return load.result() if load.done() else await asyncio.shield(load)
 
     async def has_ended(self, folder: Path) -> bool:
         """Return True if the tokenizer of a folder is loaded or cannot be loaded. Wait some seconds for its load.

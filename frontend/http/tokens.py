@@ -18,8 +18,10 @@ from msgspec.structs import replace
 from ... import bus
 from ...bus.protocol.stream.result_arrays import join_chunks
 from ...schemas.chunk import JSON_MINUS_INFINITY
+from ...schemas.decoding import JsonObject
 from ...schemas.errors import ErrorCode
 from ...schemas.rows import Float32s, Int32s, RowDtype, Rows, dtype_of, expected_rows, no_rows
+from .calls import object_json
 from .errors import HttpError
 from .requests import RequestTarget
 
@@ -360,8 +362,8 @@ def list_json(blocks: Iterable[list[Any]]) -> Iterator[bytes]:
 
 def lists_json(
     scores: ScoredBlocks, lists: Mapping[str, Callable[[list[list[Scored]]], list[Any]]], **others: object
-) -> Iterator[bytes]:
-    """Yield a JSON object with several lists about the same positions, and with `others`.
+) -> JsonObject | Iterator[bytes]:
+    """Return a JSON object with several lists about the same positions, and with `others`.
 
     Args:
         lists: by name, returns the items for the positions of a block.
@@ -369,28 +371,17 @@ def lists_json(
     found = list(itertools.islice(scores.blocks(), 2))
     if len(found) < 2:
         block = found[0] if found else []
-        yield msgspec.json.encode({name: make(block) for name, make in lists.items()} | others)
-        return
+        return {name: make(block) for name, make in lists.items()} | others
     # The blocks are made again for each list, because those of a long answer have millions of objects.
-    before = b"{"
-    for name, make in lists.items():
-        yield before + msgspec.json.encode(name) + b":"
-        yield from list_json(map(make, scores.blocks()))
-        before = b","
-    yield before + msgspec.json.encode(others)[1:] if others else b"}"
+    return object_json({name: list_json(map(make, scores.blocks())) for name, make in lists.items()} | others)
 
 
-def prompt_logprobs_json(scores: Scores | None, text_of: Callable[[int], str] | None = None) -> Iterator[bytes]:
+def prompt_logprobs_json(scores: Scores, text_of: Callable[[int], str] | None = None) -> Iterator[bytes]:
     """Yield vLLM's list `prompt_logprobs`: null for the first token, then objects by token id.
-
-    Without scores, the result is null.
 
     Args:
         text_of: returns a token's text, if the answer includes it.
     """
-    if scores is None:
-        yield b"null"
-        return
     blocks = (
         [
             {

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import starmap
 from typing import Any, Final
 
 import msgspec
@@ -17,12 +18,12 @@ from ...schemas.decoding import JsonObject
 from ...schemas.rows import Rows
 from ..tokenization import Tokenizer
 from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
-from .calls import PING, EventStream, JsonPieces, StreamEnd, encode_event
+from .calls import PING, EventStream, JsonPieces, StreamEnd, encode_event, in_pieces, object_json, objects_json
 from .edge import SEND_BYTES
 from .errors import HttpError
 from .openai.parsers import AnswerParts, AnswerReader, CallPart
 from .openai.requests import Echo, EchoedScores, Options
-from .openai.shapes import AnswerShape, Namer, Reading, RequestClock, nvext_json, parts_json
+from .openai.shapes import AnswerShape, JsonParts, Namer, Reading, RequestClock, nvext_json, parts_json
 from .requests import Names, RequestTarget, id_headers, named_errors
 from .service import RequestAborted, Service
 from .text import AnswerText, text_of
@@ -179,84 +180,68 @@ class AnswerWriter:
         Raises:
             HttpError: 502, rows of routed experts or log probabilities of the prompt are missing.
         """
-        whole = [self._echo(choice, choice.pop_update()) for choice in choices]
-        readers = self.readers(choices)
-        parts = [
-            None if reader is None else await reader.whole(update.text, update.tokens.ids.tolist())
-            for reader, update in zip(readers, whole, strict=True)
-        ]
-        if self.served is not None:
-            for each in zip(choices, whole, parts, strict=True):
-                self.served.add(*each)
-        shown = [self._write_parts(*each) for each in zip(choices, whole, readers, parts, strict=True)]
-        n = self.requests[0].sampling.n
-        # If a prompt has several answers, the first answer has the logprobs of the prompt.
-        of_prompts = [
-            prompt_scores(choice.request, whole[choice.index - choice.index % n].tokens) for choice in choices
-        ]
-        with_rows = self.options.routed_experts
-        rows = [
-            whole_rows(choice.request, self.target, update.tokens) if with_rows else None
-            for choice, update in zip(choices, whole, strict=True)
-        ]
-        nvext = self._nvext(whole[0].tokens) if self.options.extra else None
-        head = {
+        n, updates, checked = self.requests[0].sampling.n, list[Update](), []
+        for choice, reader in zip(choices, self.readers(choices), strict=True):
+            update, parts = self._echo(choice, choice.pop_update()), None
+            if reader is not None:
+                parts = await reader.whole(update.text, update.tokens.ids.tolist())
+            if self.served is not None:
+                self.served.add(choice, update, parts)
+            updates.append(update)
+            shown = self._write_parts(choice, update, reader, parts) | self._prompt_ids(choice.request, of_answer=False)
+            rows = whole_rows(choice.request, self.target, update.tokens) if self.options.routed_experts else None
+            # If a prompt has several answers, the first answer has the logprobs of the prompt.
+            of_prompt = prompt_scores(choice.request, updates[choice.index - choice.index % n].tokens)
+            checked.append((choice, update, shown, rows, of_prompt))
+        document: JsonObject = {
             **self._head(is_event=False),
             "usage": self.usage(choices),
             **self._prompt_ids(self.requests[0], of_answer=True),
         }
+        # Many answers are made one by one, at the speed at which the client reads. One is mostly short.
+        made = starmap(self._choice, checked)
+        document["choices"] = objects_json(made)
+        if len(checked) == 1:
+            (first,) = made
+            document["choices"] = objects_json([first]) if in_pieces(first) else [first]
+        if self.shape.prompt_is_common:
+            document["prompt_logprobs"] = self._prompt_logprobs(checked[0][-1])
+        if self.options.extra:
+            document["nvext"] = self._nvext(updates[0].tokens)
+        return object_json(document)
 
-        def pieces() -> Iterator[bytes]:
-            yield msgspec.json.encode(head)[:-1] + b',"choices":['
-            for choice, update, of_prompt, text, of_choice in zip(choices, whole, of_prompts, shown, rows, strict=True):
-                yield b"," if choice.index else b""
-                more = self._prompt_ids(choice.request, of_answer=False)
-                yield from self._choice_json(choice, update, {**text, **more}, of_prompt, rows=of_choice)
-            yield b"]"
-            if self.shape.prompt_is_common:
-                yield b',"prompt_logprobs":'
-                yield from self._prompt_logprobs(of_prompts[0])
-            if nvext is not None:
-                yield b',"nvext":'
-                yield from nvext
-            yield b"}"
-
-        return pieces()
-
-    def _choice_json(
+    def _choice(
         self,
         choice: AnswerChoice,
         update: Update,
         shown: JsonObject,
+        rows: Rows | None,
         of_prompt: Scores | None = None,
         *,
-        rows: Rows | None,
         delta: bool = False,
-    ) -> Iterator[bytes]:
-        """Yield the JSON of one answer, or of an answer in a stream event, in pieces."""
-        fields = self.shape.fields(choice, update, shown, with_ids=self.options.token_ids)
-        yield msgspec.json.encode(fields)[:-1] + b',"logprobs":'
-        width = self.options.top_logprobs
-        if width is None or (delta and self.shape.has_text and not len(update.tokens.ids)):
-            yield b"null"
-        else:
-            scores: Scores | EchoedScores = update.tokens.scores
+    ) -> JsonObject:
+        """Return one answer, or an answer in a stream event, for `object_json`."""
+        shape, width, tokens = self.shape, self.options.top_logprobs, update.tokens
+        fields = shape.fields(choice, update, shown, with_ids=self.options.token_ids)
+        fields["logprobs"] = None
+        if width is not None and not (delta and shape.has_text and not len(tokens.ids)):
+            scores: Scores | EchoedScores = tokens.scores
             if self.echo is not None and of_prompt is not None:
-                scores = self.echo.scores(choice.request, of_prompt, update.tokens.scores)
-            yield from self.shape.logprobs(choice, scores, self._namer, width)
-        if not (delta or self.shape.prompt_is_common):
-            yield b',"prompt_logprobs":'
-            yield from self._prompt_logprobs(of_prompt)
-        yield from self.shape.masks(update.tokens)
+                scores = self.echo.scores(choice.request, of_prompt, tokens.scores)
+            fields["logprobs"] = shape.logprobs(choice, scores, self._namer, width)
+        if not (delta or shape.prompt_is_common):
+            fields["prompt_logprobs"] = self._prompt_logprobs(of_prompt)
+        fields |= shape.masks(tokens)
         if self.options.routed_experts:
-            yield b',"routed_experts":'
-            yield from (b"null",) if rows is None else self.options.as_json(rows, update.tokens.start)
-        yield b"}"
+            fields["routed_experts"] = None if rows is None else self.options.as_json(rows, tokens.start)
+        return fields
 
-    def _prompt_logprobs(self, scores: Scores | None) -> Iterator[bytes]:
+    def _prompt_logprobs(self, scores: Scores | None) -> JsonParts:
+        if scores is None:
+            return None
         return prompt_logprobs_json(scores, self._namer.name if self.shape.has_text else None)
 
-    def _nvext(self, tokens: Tokens) -> Iterator[bytes]:
+    def _nvext(self, tokens: Tokens) -> JsonObject | Iterator[bytes]:
         return nvext_json(self.options.extra, self.requests[0], self.target, tokens, self.clock)
 
     async def events(self, service: Service, http_request: Request) -> AsyncGenerator[bytes, None]:
@@ -321,10 +306,11 @@ class AnswerWriter:
             return
         more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
         text = self._write_parts(choice, update, reader, parts, delta=True)
-        shown = b"".join(self._choice_json(choice, update, {**text, **more}, rows=update.tokens.rows, delta=True))
+        shown = b"".join(object_json(self._choice(choice, update, {**text, **more}, part.tokens.rows, delta=True)))
         nvext = b""
         if choice.finish_reason and self.options.extra:
-            nvext = b"".join(self._nvext(choice.pop_update().tokens))
+            found = self._nvext(choice.pop_update().tokens)
+            nvext = b"".join(found) if isinstance(found, Iterator) else msgspec.json.encode(found)
         events += self._event(shown, choices, choice, prompt=prompt, nvext=nvext)
 
     def _is_news(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> bool:

@@ -14,7 +14,13 @@ from starlette.requests import Request
 import rollbus
 from rollbus.frontend.http import Settings, metrics
 from rollbus.frontend.http.calls import Admission
-from rollbus.frontend.http.metrics import MAX_VERSIONS, FleetCollector, GenerationTimer, Metrics
+from rollbus.frontend.http.metrics import (
+    MAX_VERSIONS,
+    FleetCollector,
+    GenerationTimer,
+    HttpRequestRecord,
+    Metrics,
+)
 from rollbus.frontend.http.service import Service
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import ClientState
@@ -338,9 +344,12 @@ async def test_models_that_were_not_used_for_long_lose_their_series(
     monkeypatch.setattr(metrics, "MAX_MODELS", 4)
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         counted = Service(rb, Settings(), Admission(8)).metrics
-        with counted.generation("open", 1):
+        with GenerationTimer(counted, "open", 1):
             for number in range(50):
-                with counted.request("POST", "/r") as seen, counted.generation(f"m{number}", 1) as progress:
+                with (
+                    HttpRequestRecord(counted, "POST", "/r") as seen,
+                    GenerationTimer(counted, f"m{number}", 1) as progress,
+                ):
                     seen.model = f"m{number}"
                     progress.add(a_chunk(0))
                     progress.add(a_chunk(0))

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -190,7 +191,8 @@ def choice(*stops: str) -> tuple[rollbus.GenerateRequest, AnswerChoice, Tokens]:
 
 def nvext(wanted: rollbus.GenerateRequest, tokens: Tokens) -> Any:
     """Return the complete nvext."""
-    return json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, RequestClock())))
+    made = nvext_json(frozenset(ALL), wanted, target(), tokens, RequestClock())
+    return json.loads(msgspec.json.encode(made) if isinstance(made, dict) else b"".join(made))
 
 
 def test_an_answer_without_tokens_has_empty_lists() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -13,10 +12,9 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.frontend.http import Settings
-from rollbus.frontend.http.calls import Admission
+from rollbus.frontend.http.calls import MIN_AHEAD, Admission, Turns, room_of
 from rollbus.frontend.http.errors import HttpError, without_paths
 from rollbus.frontend.http.metrics import Metrics
-from rollbus.frontend.http.service import MIN_AHEAD, Turns, room_of
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
@@ -61,7 +59,7 @@ async def order_of(asked: list[tuple[str, rollbus.GenerateRequest]], leaving: tu
         for at in leaving:
             waiting[at].cancel()
     assert [at for at, task in enumerate(waiting) if task.cancelled()] == [*leaving]
-    assert not any(vars(turns)[name] for name in ("_waiting", "_open", "_by_request"))
+    assert not any(vars(turns)[name] for name in ("_waiting", "_open", "entered"))
     return order
 
 
@@ -129,19 +127,19 @@ async def test_a_request_that_leaves_the_line_takes_no_place() -> None:
 def test_a_later_user_gets_a_share_of_a_full_limit() -> None:
     """If one user fills the limit, a second user may still have half as many samples in flight, and no more."""
     admission = Admission(4)
-    with ExitStack() as stack:
-        for _ in range(4):
-            stack.enter_context(admission.admitted(user="a"))
-        for user, count in (("a", 1), ("b", 3)):
-            with pytest.raises(HttpError, match="429 busy"), admission.admitted(count, user):
-                pass
-        stack.enter_context(admission.admitted(2, user="b"))
-        with pytest.raises(HttpError, match=r"6 requests are open, 2 of them from this user; allowed: 4, 2 for each"):
-            stack.enter_context(admission.admitted(user="b"))
-        stack.enter_context(admission.admitted(user="c"))
+    for _ in range(4):
+        admission.add(1, "a")
+    for user, count in (("a", 1), ("b", 3)):
+        with pytest.raises(HttpError, match="429 busy"):
+            admission.add(count, user)
+    admission.add(2, "b")
+    with pytest.raises(HttpError, match=r"6 requests are open, 2 of them from this user; allowed: 4, 2 for each"):
+        admission.add(1, "b")
+    admission.add(1, "c")
+    for user, count in (("a", 4), ("b", 2), ("c", 1)):
+        admission.remove(count, user)
     assert admission.in_flight == 0
-    with admission.admitted(4, user="b"):
-        pass
+    admission.add(4, "b")
 
 
 @pytest.mark.parametrize(("by", "stream"), [("address", False), ("proxy", True), ("token", False)])

@@ -26,7 +26,7 @@ from rollbus.schemas.errors import (
 from rollbus.schemas.messages import decode_request, encode
 from rollbus.schemas.presence import SamplingLimits
 from rollbus.schemas.request import GenerateRequest, check_given_id, expand_children, lane_of, wire_id
-from rollbus.schemas.request_fields import check_model_limits, check_sampling, request_from_json
+from rollbus.schemas.request_fields import check_fits, check_sampling, request_from_json
 from rollbus.schemas.sampling import SamplingParams
 from tests.schemas import strategies as wire
 from tests.support.fleet import capabilities
@@ -281,7 +281,9 @@ SHORT = capabilities(
 
 def check(prompt: list[int], **sampling: Any) -> None:
     """Check a request with this prompt and sampling."""
-    check_model_limits(GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(**sampling)), MODEL)
+    request = GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(**sampling))
+    check_fits(request, MODEL)
+    check_sampling(request.sampling, MODEL)
 
 
 def test_a_request_at_the_limits_is_allowed() -> None:

@@ -4,8 +4,6 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +11,7 @@ import numpy as np
 from .... import bus
 from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject, nearest
+from ....schemas.limits import MAX_N
 from ...tokenization import Tokenizer
 from .. import Settings
 from ..answers import Update
@@ -20,7 +19,7 @@ from ..body import LaxReader
 from ..chat import Chat, encode_chat, encode_text
 from ..errors import invalid, unsupported
 from ..requests import RequestTarget
-from ..sampling import SamplingFields, bus_sampling, check_stream_options, sampling_names
+from ..sampling import SamplingFields, bus_sampling, check_stream_options, given_fields, sampling_names
 from ..text import stop_strings
 from ..tokens import RowsJson, Scored, Scores, rows_json
 from .body import ChatBody, CommonBody, CompletionBody
@@ -57,31 +56,19 @@ FIELDS: Final = {
     "group_id": ("prompt_cache_key",),
 }
 """By field of `rollbus.GenerateRequest`: the fields of a body with this meaning."""
+OF_BODY: Final = tuple(name for names in FIELDS.values() for name in names if "." not in name)
+OF_NVEXT: Final = tuple(name.split(".")[1] for names in FIELDS.values() for name in names if "." in name)
+"""The same fields, those of a body and those of its `nvext`."""
 URGENCY: Final = "nvext.agent_hints.priority"
 """Dynamo's priority: a higher number is more urgent, on the bus a lower number."""
-
-
-@cache
-def _path(name: str) -> list[str]:
-    return name.split(".")
-
-
-@cache
-def _outermost(names: tuple[str, ...]) -> tuple[Callable[[CommonBody], object], object]:
-    """Return what reads the fields of a body in which `names` begin, and what it returns if none has a value."""
-    fields = dict.fromkeys(_path(name)[0] for name in names)
-    return attrgetter(*fields), (None,) * len(fields) if len(fields) > 1 else None
 
 
 def given_values(body: CommonBody, *names: str) -> JsonObject:
     """Return the values of the fields that have one, by name."""
     found: JsonObject = {}
-    read, nothing = _outermost(names)
-    if read(body) == nothing:
-        return found
     for name in names:
         value: Any = body
-        for part in _path(name):
+        for part in name.split("."):
             value = getattr(value, part, None)
             if value is None:
                 break
@@ -97,8 +84,10 @@ def one_of(body: CommonBody, *names: str) -> Any:
         HttpError: 400, the values of the fields differ.
     """
     given = given_values(body, *names)
-    if not given:
-        return None
+    return _only_value(given) if given else None
+
+
+def _only_value(given: JsonObject) -> Any:
     first, *others = given.items()
     for name, value in others:
         if value != first[1]:
@@ -107,8 +96,8 @@ def one_of(body: CommonBody, *names: str) -> Any:
 
 
 def _read_tokens(body: CommonBody) -> BodyPrompt | None:
-    names = given_values(body, *TOKENS)
-    return BodyPrompt(one_of(body, *TOKENS), next(iter(names))) if names else None
+    given = given_values(body, *TOKENS)
+    return BodyPrompt(_only_value(given), next(iter(given))) if given else None
 
 
 async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
@@ -151,14 +140,14 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
     if isinstance(body.prompt, str):
         token_ids = await encode_text(await load(), body.prompt, add_special_tokens=add_special_tokens)
         return [BodyPrompt(token_ids, "prompt", body.prompt)]
-    ids = [item for item in body.prompt if isinstance(item, int)]
-    if ids and len(ids) < len(body.prompt):
+    ids: list[Any] = body.prompt
+    kinds = set(map(type, ids))
+    if int in kinds and len(kinds) > 1:
         # As in vLLM, ids may be texts if other items show that the list has ids. A list of texts alone has prompts.
-        read = LaxReader().read(body.prompt, list[int])
-        ids = [item for item in read if isinstance(item, int)]
-    if len(ids) == len(body.prompt):
+        ids = LaxReader().read(ids, list[int])
+    if set(map(type, ids)) == {int}:
         return [BodyPrompt(ids, "prompt")]
-    if ids or len({type(item) for item in body.prompt}) > 1:
+    if len(kinds) > 1:
         raise invalid("prompt", "mixes texts and token ids", "all of one kind")
     if len(body.prompt) > MAX_PROMPTS:
         raise invalid("prompt", f"has {len(body.prompt)} prompts", f"1 to {MAX_PROMPTS}")
@@ -172,11 +161,12 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
     return prompts
 
 
-def count_prompts(body: CompletionBody) -> int:
-    """Return the number of prompts of a completion whose prompts are not checked yet."""
-    if _read_tokens(body) is not None or not isinstance(body.prompt, list):
-        return 1
-    return 1 if any(isinstance(item, int) for item in body.prompt) else min(len(body.prompt), MAX_PROMPTS)
+def count_choices(body: ChatBody | CompletionBody) -> int:
+    """Return the number of answers to a body that is not checked yet."""
+    num_prompts, n = 1, min(max(body.n or 1, 1), MAX_N)
+    if isinstance(body, CompletionBody) and isinstance(body.prompt, list) and not given_values(body, *TOKENS):
+        num_prompts = 1 if int in set(map(type, body.prompt)) else min(len(body.prompt), MAX_PROMPTS)
+    return num_prompts * n
 
 
 def chat_tools(body: ChatBody) -> list[JsonObject] | None:
@@ -347,8 +337,14 @@ def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer
     return {**fields, "extra": {**(fields["extra"] or {}), **_more_extra(body)} or None}
 
 
+MORE_EXTRA: Final = ("response_format", "vllm_xargs", "extra_args", "kv_hints")
+"""Fields from which `_more_extra` makes entries."""
+
+
 def _more_extra(body: CommonBody) -> JsonObject:
     """Return entries of `extra` that the body has under other names or in another format."""
+    if not given_fields(body, MORE_EXTRA):
+        return {}
     structure = _structure(body.response_format)
     if structure is not None and body.structured_outputs:
         raise invalid("structured_outputs", "is given with response_format", "one of the two")
@@ -381,9 +377,11 @@ def bus_fields(body: CommonBody, options: Options) -> JsonObject:
     Raises:
         HttpError: 400, two fields of the body contradict each other.
     """
-    fields = {name: one_of(body, *sources) for name, sources in FIELDS.items()}
-    # If the body names no session and no group, the headers count.
-    given = {name: value for name, value in fields.items() if value is not None}
+    given: JsonObject = {}
+    if given_fields(body, OF_BODY) or (body.nvext is not None and given_fields(body.nvext, OF_NVEXT)):
+        fields = {name: one_of(body, *sources) for name, sources in FIELDS.items()}
+        # If the body names no session and no group, the headers count.
+        given = {name: value for name, value in fields.items() if value is not None}
     # The OpenAI routes have no field for sampling masks.
     return {**given, "return_routed_experts": None if options.routing else False, "return_sampling_mask": False}
 
@@ -478,6 +476,10 @@ NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 MAX_TOOLS: Final = 1024
 """Maximum tools in a request. More tools would fill the context of any model."""
 CHOICES: Final = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+
+
+QUESTION: Final = ("tools", "tool_choice", "chat_template_kwargs", "chat_template_args")
+"""Fields of a chat that `read_question` checks."""
 
 
 def read_question(body: ChatBody, parsers: Parsers | None) -> ToolQuestion:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from .... import bus
 from ....schemas.decoding import JsonObject
-from ....schemas.limits import MAX_GIVEN_ID_CHARS, MAX_N
+from ....schemas.limits import MAX_GIVEN_ID_CHARS
 from ....schemas.request_fields import check_sampling
 from ...tokenization import Tokenizer
 from ..answers import AnswerChoice
@@ -27,17 +27,18 @@ from ..requests import (
     find_target,
     named_errors,
 )
-from ..sampling import SamplingFields
+from ..sampling import SamplingFields, given_fields
 from ..service import HttpRoute, RouteTable, Service
 from ..writer import AnswerWriter, respond
-from .body import ChatBody, CompletionBody, check_served
+from .body import NOT_IN_CHATS, NOT_SERVED, ChatBody, CompletionBody, check_served
 from .requests import (
+    QUESTION,
     BodyPrompt,
     bus_fields,
     bus_names,
     chat_prompt,
     completion_prompts,
-    count_prompts,
+    count_choices,
     make_plan,
     read_echo,
     read_options,
@@ -127,9 +128,8 @@ async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Re
         if session is not None:
             return await service.serve_turn(service, request, session, AskedTurn(body, data, ChatFormat()))
     prepared = partial(prepare_answer, service, request, body, clock)
-    shape, num_prompts = (CHAT, 1) if isinstance(body, ChatBody) else (COMPLETION, count_prompts(body))
-    num_choices = num_prompts * min(max(body.n or 1, 1), MAX_N)
-    return await respond(service, request, body, shape, prepared, num_choices=num_choices)
+    shape = CHAT if isinstance(body, ChatBody) else COMPLETION
+    return await respond(service, request, body, shape, prepared, num_choices=count_choices(body))
 
 
 class ChatFormat(StreamEnd):
@@ -170,6 +170,13 @@ class AskedTurn:
     form: ChatFormat
 
 
+CHECKED: Final = {
+    kind: tuple({*NOT_SERVED, *NOT_IN_CHATS, "extra_body", "logprob_token_ids", "stop", "prompt_logprobs"} & {*names})
+    for kind, names in ((kind, kind.__struct_fields__) for kind in (ChatBody, CompletionBody))
+}
+"""Fields of a body for which `check_served` may reject it."""
+
+
 async def prepare_answer(
     service: Service, request: Request, body: AnyBody, clock: RequestClock, session_prompt: SessionPrompt | None = None
 ) -> AnswerWriter:
@@ -178,15 +185,20 @@ async def prepare_answer(
     Args:
         session_prompt: returns the prompt of a chat that is a turn of a session; None: the prompt is that of the body.
     """
-    check_served(body)
+    # Most bodies have no field that it may reject.
+    if given_fields(body, CHECKED[type(body)]):
+        check_served(body)
     target = await find_target(service, request, body.model, body.timeout_s)
     options = read_options(body, target, service.settings)
     sampling = sampling_fields(body, options, None)
     with named_errors(partial(bus_names, body, "prompt")):
         # Check before the tokenizer is loaded and a long prompt is tokenized.
-        params = bus.SamplingParams(**sampling)
-        check_sampling(params, target.capabilities)
-    question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
+        checked = bus.SamplingParams(**sampling)
+        check_sampling(checked, target.capabilities)
+    params: bus.SamplingParams | JsonObject = checked
+    question = None
+    if isinstance(body, ChatBody) and (service.parsers is not None or given_fields(body, QUESTION)):
+        question = read_question(body, service.parsers)
     load = partial(service.tokenizer, target.worker)
     tokenizer = await load() if options.text or body.bad_words else None
     plan = None if question is None else await make_plan(question, service.parsers, tokenizer, target)
@@ -194,28 +206,28 @@ async def prepare_answer(
         prompts = [await (chat_prompt(body, load) if session_prompt is None else session_prompt(await load(), target))]
     else:
         prompts = await completion_prompts(body, load)
-        service.admit(request, len(prompts) - 1)
+        if len(prompts) > 1:
+            service.admit(request, len(prompts) - 1)
     if options.extra and len(prompts) > 1:
         raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which describe one answer")
     if body.bad_words:
-        sampling = sampling_fields(body, options, tokenizer)
+        params = sampling = sampling_fields(body, options, tokenizer)
     fields, reading = bus_fields(body, options), None
     if isinstance(body, ChatBody) and question is not None and plan is not None:
         reading = Reading(body, question, plan)
-        sampling = reading.constrain(sampling)
+        params = reading.constrain(sampling)
         options = dataclasses.replace(options, skip_special_tokens=plan.skip_special_tokens)
-    if body.bad_words or reading is not None:
-        with named_errors(partial(bus_names, body, "prompt")):
-            params = bus.SamplingParams(**sampling)
     requests: list[bus.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
         check_length(prompt.field, len(prompt.token_ids), target)
         names = partial(bus_names, body, prompt.field)
         of_prompt = {**fields, "prompt_token_ids": prompt.token_ids}
         made = build_request(service, request, target, sampling=params, fields=of_prompt, names=names)
-        with named_errors(names):
-            # The HTTP request has one id. The first prompt uses it unchanged; later prompts add their index.
-            requests.append(replace(made, **_later_id(requests[0], index)) if requests else made)
+        if requests:
+            with named_errors(names):
+                # The HTTP request has one id. The first prompt uses it unchanged; later prompts add their index.
+                made = replace(made, **_later_id(requests[0], index))
+        requests.append(made)
     return AnswerWriter(
         shape=CHAT if isinstance(body, ChatBody) else COMPLETION,
         target=target,

@@ -3,18 +3,17 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-import msgspec
 import numpy as np
 
 from .... import bus
 from ....schemas.decoding import JsonObject
-from ....schemas.rows import Rows
 from ...tokenization import Tokenizer, token_text
 from ..answers import AnswerChoice, Update
+from ..calls import object_json
 from ..requests import RequestTarget
 from ..tokens import (
     BLOCK,
@@ -31,6 +30,9 @@ from ..tokens import (
 )
 from .body import ChatBody
 from .parsers import AnswerParts, AnswerReader, CallPart, ParsePlan, ToolQuestion
+
+JsonParts = JsonObject | Iterator[bytes] | None
+"""A JSON value, or its JSON in pieces."""
 
 
 class AnswerShape:
@@ -64,13 +66,13 @@ class AnswerShape:
         ids = {"token_ids": update.tokens.ids.tolist()} if with_ids else {}
         return {"index": choice.index, **shown, "stop_reason": choice.stop_reason, **ids}
 
-    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: "Namer", width: int) -> Iterator[bytes]:
-        """Yield the logprobs of the answer's next tokens as JSON pieces, with `width` alternatives to each token."""
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: "Namer", width: int) -> JsonParts:
+        """Return the logprobs of the answer's next tokens, with `width` alternatives to each token."""
         raise NotImplementedError
 
-    def masks(self, tokens: Tokens) -> Iterator[bytes]:
-        """Yield a field with the tokens' sampling masks in pieces, if the format has any."""
-        return iter(())
+    def masks(self, tokens: Tokens) -> Mapping[str, JsonParts]:
+        """Return a field with the tokens' sampling masks, if the format has any."""
+        return {}
 
 
 class Namer:
@@ -85,6 +87,15 @@ class Namer:
         if self._tokenizer is None or self._as_token_ids:
             return f"token_id:{token_id}"
         return token_text(self._tokenizer.token_bytes(token_id))
+
+    def few(self, scores: ScoredBlocks) -> tuple[list[str], list[float]] | None:
+        """Return the names and logprobs of few tokens without alternatives, in a fraction of the time; None: others."""
+        if not isinstance(scores, Scores) or scores.top_ids is not None or len(scores.ids) > BLOCK:
+            return None
+        ids = scores.ids.tolist()
+        is_named = self._tokenizer is not None and not self._as_token_ids
+        names = list(map(self.name, ids)) if is_named else [f"token_id:{token_id}" for token_id in ids]
+        return names, json_logprobs(scores.logprobs)
 
     def bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of a token, which may be a part of a character; None without a tokenizer."""
@@ -116,7 +127,7 @@ class _ChatShape(AnswerShape):
             return {"delta": {"content": text}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> JsonParts:
         def named(each: Scored) -> tuple[str, float, list[int] | None]:
             data = namer.bytes(each.token_id)
             return namer.name(each.token_id), each.logprob, None if data is None else list(data)
@@ -136,15 +147,12 @@ class _Completion(AnswerShape):
     event_object = "text_completion"
     prompt_is_common = False
 
-    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
-        if isinstance(scores, Scores) and scores.top_ids is None and len(scores.ids) <= BLOCK:
-            # The usual case, in a fifth of the time.
-            given = [namer.name(token_id) for token_id in scores.ids.tolist()]
-            own = json_logprobs(scores.logprobs)
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> JsonParts:
+        if (few := namer.few(scores)) is not None:
+            given, own = few
             *places, choice.text_offset = itertools.accumulate(map(len, given), initial=choice.text_offset)
             tops = [{name: logprob} for name, logprob in zip(given, own, strict=True)]
-            fields = {"tokens": given, "token_logprobs": own, "top_logprobs": tops, "text_offset": places}
-            return iter((msgspec.json.encode(fields),))
+            return {"tokens": given, "token_logprobs": own, "top_logprobs": tops, "text_offset": places}
 
         def names(block: list[list[Scored]]) -> list[str]:
             return [namer.name(position[0].token_id) for position in block]
@@ -199,8 +207,8 @@ class RequestClock:
 
 def nvext_json(
     extra: frozenset[str], request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens, clock: RequestClock
-) -> Iterator[bytes]:
-    """Return the object in pieces. All errors are raised before the first piece.
+) -> JsonObject | Iterator[bytes]:
+    """Return the object. All errors are raised before its first piece.
 
     The object has the routed experts once: in `engine_data`, or beside it if `extra` has `routed_experts`.
 
@@ -230,24 +238,14 @@ def nvext_json(
         engine["completion_logprobs"] = json_logprobs(tokens.scores.logprobs)
         engine["completion_weight_versions"] = tokens.weight_versions.tolist()
     rows = whole_rows(request, target, tokens) if extra & {"engine_data", "routed_experts"} else None
-    in_engine = engine is not None and "routed_experts" not in extra
-    return _join(fields, engine, rows, request.routed_experts_prompt_start, in_engine=in_engine)
-
-
-def _join(
-    fields: JsonObject, engine: JsonObject | None, rows: Rows | None, start: int, *, in_engine: bool
-) -> Iterator[bytes]:
+    if engine is not None and (rows is None or "routed_experts" in extra):
+        fields["engine_data"] = engine
     if rows is None:
-        # Without rows, the object is small enough for one piece.
-        yield msgspec.json.encode(fields if engine is None else {**fields, "engine_data": engine})
-        return
-    outer = fields if engine is None or in_engine else {**fields, "engine_data": engine}
-    yield msgspec.json.encode(outer)[:-1] + (b"," if outer else b"")
-    if in_engine:
-        yield b'"engine_data":' + msgspec.json.encode(engine)[:-1] + b","
-    yield b'"routed_experts":'
-    yield from routed_experts_json(rows, start)
-    yield b"}}" if in_engine else b"}"
+        return fields
+    rows_json = {"routed_experts": routed_experts_json(rows, request.routed_experts_prompt_start)}
+    if engine is None or "routed_experts" in extra:
+        return object_json(fields | rows_json)
+    return object_json(fields | {"engine_data": object_json(engine | rows_json)})
 
 
 @dataclass(frozen=True, slots=True)
