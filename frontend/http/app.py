@@ -8,6 +8,7 @@ from functools import cache
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -22,7 +23,7 @@ from . import Settings, chat, control, docs, generate, page, status
 from .access import check_access, check_media_type, check_origin
 from .agents import routes as agents
 from .agents.message_blocks import message_error
-from .calls import Admission, of_fleet
+from .calls import Admission
 from .control import reads
 from .control.services import Services
 from .edge import HttpRequest, new_id
@@ -32,7 +33,7 @@ from .metrics import HttpRequestRecord
 from .openai import routes as openai
 from .openai.parsers import Parsers
 from .requests import find_announced, given_trace, server_span
-from .service import HttpRoute, RouteTable, Service
+from .service import HttpRoute, RouteTable, Service, of_fleet
 from .sessions import routes as sessions
 from .sessions.manager import Sessions
 from .trainers import skyrl, slime, vime
@@ -134,6 +135,7 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, method = HttpRequest(scope, receive), scope["method"]
+        request.headers, request.state = scope["state"]["headers"], State(scope["state"])
         trusted, tracer, trace = self._service.settings.trusts_traceparent, self._service.tracer, None
         if method == "POST":
             trace = given_trace(request.headers, is_trusted=trusted)

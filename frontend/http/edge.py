@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from starlette.datastructures import Headers, State
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,10 +92,6 @@ class HttpRequest(Request):
 
     headers: Any = None
     state: Any = None
-
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        super().__init__(scope, receive)
-        self.headers, self.state = scope["state"]["headers"], State(scope["state"])
 
 
 class Connection(HttpToolsProtocol):

@@ -26,11 +26,10 @@ from ...schemas.decoding import JsonObject
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.presence import Capabilities, WorkerPresence
 from ...schemas.request_fields import check_fits, check_sampling
-from .calls import MIN_LEFT_S
 from .edge import REQUEST_ID_HEADER, given_request_id, while_connected
 from .errors import HttpError, http_error, invalid, without_paths
 from .metrics import HttpRequestRecord
-from .service import Service
+from .service import MIN_LEFT_S, Service
 
 _ANY_VERSION: Final = re.compile(
     r"(?P<version>[0-9a-f]{2})(?P<ids>-[0-9a-f]+-[0-9a-f]+)-(?P<flags>[0-9a-f]+)(?P<more>-.*)?"

@@ -3,7 +3,7 @@
 The bus carries only token ids, so `bad_words` is converted into token ids here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import compress, repeat
 from operator import attrgetter, is_not
@@ -105,10 +105,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     logprob_token_ids: list[int] | None = None
 
 
-@cache
-def _reader(names: tuple[str, ...]) -> tuple[Callable[[object], tuple[object, ...]], tuple[None, ...]]:
-    """Return what reads several fields, and what it returns if all are null."""
-    return attrgetter(*names), (None,) * len(names)
+_reader = cache(lambda names: (attrgetter(*names), (None,) * len(names)))
+"""Returns what reads several fields, and what it returns if all are null."""
 
 
 def given_fields(struct: msgspec.Struct, names: tuple[str, ...]) -> JsonObject:

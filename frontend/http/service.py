@@ -1,14 +1,22 @@
-"""State and types that the routes share: settings, open requests and routes."""
+"""State and types that the routes share: settings, open requests, and the users' turns.
+
+Users share the fleet's capacity equally. Workers pull requests from the queue in the order of their arrival. So this
+service puts only a few more requests into the queue than the workers can run, and the others wait here for their
+users' turns. Otherwise a flood from one user would delay all later requests of other users.
+"""
 
 import asyncio
+import bisect
+import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,13 +25,15 @@ from ...bus.client.client import runtime_of
 from ...bus.client.presence import PresenceWatcher
 from ...bus.protocol.fleet.presence import WaitLimit
 from ...bus.tracing.spans import Tracer
+from ...schemas.errors import RequestTimeout
+from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
 from ...schemas.request import check_given_id, wire_id
 from ...schemas.telemetry import WaitingRequest
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from . import Settings
 from .access import user_of
-from .calls import Admission, ChunksAt, EventStream, FleetTurn, StreamEnd, Turns
+from .calls import Admission, ChunksAt, EventStream, StreamEnd
 from .edge import given_request_id, while_connected
 from .errors import HttpError, error_response
 from .live.fleet import LiveFleet
@@ -63,12 +73,10 @@ class Preparation:
     is_aborted: bool = False
     task: asyncio.Task[Any] | None = None
     """The task that prepares. None: it has ended, and the token requests are open in a moment."""
-    cancelling: int = 0
 
     async def __aenter__(self) -> None:
         """Begin the block that `abort` ends. A class, because a generator takes five times as long."""
         self.task = asyncio.current_task()
-        self.cancelling = 0 if self.task is None else self.task.cancelling()
 
     async def __aexit__(self, kind: type[BaseException] | None, _error: object, _traceback: object) -> None:
         """End the block.
@@ -80,7 +88,7 @@ class Preparation:
         if not self.is_aborted or task is None:
             return
         # An error, or another cancellation, has precedence.
-        is_only = task.uncancel() <= self.cancelling
+        is_only = not task.uncancel()
         if kind is None or (is_only and issubclass(kind, asyncio.CancelledError)):
             raise RequestAborted(self.request_id, self.models) from None
 
@@ -101,6 +109,201 @@ class Preparation:
             self.is_aborted = True
             self.task.cancel()
         return True
+
+
+MIN_AHEAD: Final = 8
+"""Minimum number of samples in the fleet's queue, so that a worker with a free slot need not wait for this service."""
+MIN_LEFT_S: Final = 0.001
+"""Least rest of a timeout in seconds: a request's timeout is above 0."""
+
+
+def room_of(workers: Sequence[WorkerPresence], model: str) -> int | None:
+    """Return the limit on open samples of a model in the fleet; None if no worker announces its number of slots."""
+    slots = sum(
+        worker.capabilities.max_num_seqs
+        for worker in workers
+        if worker.model == model
+        and worker.state.is_present
+        and worker.capabilities is not None
+        and worker.capabilities.role != "prefill"
+    )
+    return slots + max(slots // 4, MIN_AHEAD) if slots else None
+
+
+T = TypeVar("T")
+
+
+Workers = Callable[[], Sequence[WorkerPresence]]
+"""Returns the current workers, the same object until they change."""
+
+
+def of_fleet(workers: Workers, find: Callable[[Sequence[WorkerPresence], str], T | None]) -> Callable[[str], T | None]:
+    """Return what follows from the current workers for a model, found again only when they have changed.
+
+    Args:
+        find: finds it. None is not kept, because clients choose the names of models.
+    """
+    seen: Sequence[WorkerPresence] = ()
+    found: dict[str, T] = {}
+
+    def current(model: str) -> T | None:
+        nonlocal seen, found
+        if (now := workers()) is not seen:
+            seen, found = now, {}
+        if model not in found and (new := find(now, model)) is not None:
+            found[model] = new
+        return found.get(model)
+
+    return current
+
+
+@dataclass(slots=True, eq=False)
+class FleetTurn:
+    """The turn of one request: a block that begins when the request may go to the fleet, and ends the turn at last."""
+
+    turns: "Turns"
+    user: str
+    request: bus.GenerateRequest
+    """The request. Within the block, it has the rest of its timeout."""
+    http_request: Any
+    serial: int
+    """Position in the order of arrival."""
+    model: str
+    arrived_at: float = field(default_factory=time.monotonic)
+    """Time at which the request began to wait for its turn, on `time.monotonic()`."""
+    due: asyncio.Future[None] | None = None
+    """Done as soon as the request may go to the fleet. None: it has not waited."""
+    is_open: bool = False
+    """True: the request counts as open."""
+    has_ended: bool = False
+
+    async def __aenter__(self) -> Self:
+        """Wait for the turn.
+
+        Raises:
+            RequestTimeout: the request's turn did not come within its timeout.
+        """
+        self.turns.entered[self] = None
+        try:
+            await self.turns.wait_for(self)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        """End the turn."""
+        self.end()
+        del self.turns.entered[self]
+
+    def end(self) -> None:
+        """End the turn: the request has ended in the fleet. Repeated calls are safe."""
+        if not self.has_ended:
+            self.has_ended = True
+            self.turns.remove(self)
+
+
+class Turns:
+    """The waiting requests of all models. Next is one of the user with the fewest open samples, its most urgent one.
+
+    Users with equal numbers take turns.
+
+    Args:
+        default_room: limit on open samples of a model if no worker announces its number of slots.
+    """
+
+    def __init__(self, workers: Workers, default_room: int, metrics: Metrics) -> None:
+        self._room_of = of_fleet(workers, room_of)
+        self._default_room = default_room
+        self._metrics = metrics
+        self._serials = itertools.count()
+        # By model: the waiting requests of all users, the most urgent first, in the order of the users' turns.
+        self._waiting: dict[str, dict[str, list[FleetTurn]]] = {}
+        # Open samples by model and user.
+        self._open: dict[str, dict[str, int]] = {}
+        self.entered: dict[FleetTurn, None] = {}
+        """The turns whose blocks run or wait. Two clients may choose one id, so they are known by identity."""
+
+    def turn(self, user: str, request: bus.GenerateRequest, http_request: object = None) -> FleetTurn:
+        """Return the turn of a request, which an `async with` block waits for."""
+        return FleetTurn(self, user, request, http_request, next(self._serials), request.model or "")
+
+    async def wait_for(self, turn: FleetTurn) -> None:
+        """Wait for a turn, as entering it does."""
+        if turn.model not in self._waiting and self._has_room(turn.model):
+            self._open_up(turn)
+            return
+        turn.due = asyncio.get_running_loop().create_future()
+        turns = self._waiting.setdefault(turn.model, {}).setdefault(turn.user, [])
+        bisect.insort(turns, turn, key=lambda one: (one.request.priority, one.serial))
+        self._call_up(turn.model)
+        if not turn.is_open:
+            turn.request = await self._wait(turn, turn.due)
+
+    async def _wait(self, turn: FleetTurn, due: asyncio.Future[None]) -> bus.GenerateRequest:
+        begun, request = time.monotonic(), turn.request
+        timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
+        self._metrics.waiting[turn.model,] += 1
+        try:
+            await asyncio.wait([due], timeout=timeout_s)
+        finally:
+            self._metrics.waiting[turn.model,] -= 1
+        if not turn.is_open:
+            message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
+            raise RequestTimeout(stage="admission", message=message, request_id=request.request_id)
+        return replace(request, timeout_s=max(timeout_s - (time.monotonic() - begun), MIN_LEFT_S))
+
+    def end_wait(self, turn: FleetTurn) -> None:
+        """Let a request that is aborted go to the client of the bus before its turn, because only that aborts it."""
+        if not turn.is_open:
+            self._begin(turn)
+
+    def _has_room(self, model: str) -> bool:
+        # The last request may exceed the room.
+        return sum(self._open.get(model, {}).values()) < (self._room_of(model) or self._default_room)
+
+    def _call_up(self, model: str) -> None:
+        while (users := self._waiting.get(model)) and self._has_room(model):
+            running = self._open.get(model, {})
+            self._begin(users[min(users, key=lambda user: running.get(user, 0))][0])
+
+    def _begin(self, turn: FleetTurn) -> None:
+        """Open up a waiting request."""
+        self._leave(turn)
+        self._open_up(turn)
+        users = self._waiting.get(turn.model, {})
+        if turn.user in users:
+            users[turn.user] = users.pop(turn.user)
+
+    def _open_up(self, turn: FleetTurn) -> None:
+        running = self._open.setdefault(turn.model, {})
+        running[turn.user] = running.get(turn.user, 0) + turn.request.sampling.n
+        turn.is_open = True
+        if turn.due is not None:
+            turn.due.set_result(None)
+
+    def _leave(self, turn: FleetTurn) -> None:
+        """Remove a waiting request."""
+        users = self._waiting[turn.model]
+        users[turn.user].remove(turn)
+        if not users[turn.user]:
+            del users[turn.user]
+        if not users:
+            del self._waiting[turn.model]
+
+    def remove(self, turn: FleetTurn) -> None:
+        """Remove a request that has ended, or that waits no more."""
+        model = turn.model
+        if turn.is_open:
+            running = self._open[model]
+            running[turn.user] -= turn.request.sampling.n
+            if not running[turn.user]:
+                del running[turn.user]
+            if not running:
+                del self._open[model]
+        else:
+            self._leave(turn)
+        self._call_up(model)
 
 
 BATCH_BYTES: Final = 16 << 10

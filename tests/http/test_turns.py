@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.frontend.http import Settings
-from rollbus.frontend.http.calls import MIN_AHEAD, Admission, Turns, room_of
+from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.errors import HttpError, without_paths
 from rollbus.frontend.http.metrics import Metrics
+from rollbus.frontend.http.service import MIN_AHEAD, Turns, room_of
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

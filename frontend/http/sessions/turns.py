@@ -33,7 +33,7 @@ from ...sessions.tree import CHECKED, DIFFERS, TAIL, UNCHECKED, WHOLE, Fork, Mat
 from ...tokenization import Tokenizer
 from ..agents.message_blocks import UNSEALED
 from ..answers import AnswerChoice
-from ..calls import MIN_LEFT_S, PING
+from ..calls import PING
 from ..chat import template_message
 from ..edge import given_request_id
 from ..errors import HttpError, http_error, invalid
@@ -42,7 +42,7 @@ from ..openai.requests import BodyPrompt, chat_tools, template_variables
 from ..openai.routes import AskedTurn
 from ..openai.shapes import RequestClock
 from ..requests import RequestTarget, find_target, id_headers
-from ..service import RequestAborted, Service
+from ..service import MIN_LEFT_S, RequestAborted, Service
 from ..writer import AnswerWriter, ServedAnswers
 from .manager import Session, check_room, turn_running
 from .running import RunningTurn, detached
