@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from rollbus.frontend.cli.prove.agreement import judge_agreement
-from rollbus.frontend.cli.prove.evidence import Evidence
+from rollbus.frontend.cli.prove.evidence import Evidence, Sampled
 from rollbus.frontend.cli.prove.routing import judge_routing
 from rollbus.frontend.cli.prove.stage import StageRefused
 from rollbus.frontend.cli.prove.verdicts import Outcome, Verdict, judge, limit_of, limited, measured, worst
-from tests.prove.made import made_evidence, move_engine, round_routers, scale_expert
+from tests.prove.made import PROMPT, made_evidence, move_engine, round_routers, scale_expert
 
 
 def causes_of(*outcomes: Outcome) -> str:
@@ -129,7 +129,9 @@ def test_a_difference_without_a_number_is_wrong() -> None:
     """A log probability that is no number is `wrong` and never passes for small."""
     evidence = made_evidence()
     evidence.sampled[0].logprobs[3] = np.nan
-    assert judge_agreement(evidence, "float32").verdict is Verdict.WRONG
+    outcome = judge_agreement(evidence, "float32")
+    assert outcome.verdict is Verdict.WRONG
+    assert "NaN" in causes_of(outcome)
     assert judge(float("nan"), 1.0) is Verdict.WRONG
 
 
@@ -141,6 +143,23 @@ def test_a_tie_is_no_fault() -> None:
         one.scores.logprobs[50:] += 0.2
     assert judge_agreement(evidence, "float32").verdict is Verdict.OK
     assert judge_routing(evidence, "float32").verdict is Verdict.OK
+
+
+def move_second_pass(one: Sampled) -> None:
+    """Move the second pass of an answer from its tenth token on."""
+    assert one.second is not None
+    one.second[PROMPT + 10 :] += np.float32(0.1)
+
+
+@pytest.mark.parametrize(("share", "dense", "verdict"), [(12, False, "look"), (12, True, "wrong"), (3, False, "wrong")])
+def test_a_tie_of_the_second_pass_is_no_fault(share: int, dense: bool, verdict: str) -> None:
+    """The second pass replays no experts, so a tie moves an answer. More of them are wrong, and so is a dense model."""
+    evidence = made_evidence(dense=dense)
+    for one in [one for one in evidence.sampled if one.arm == "sampled"][::share]:
+        move_second_pass(one)
+    outcome = judge_agreement(evidence, "float32")
+    assert outcome.verdict == verdict
+    assert any("as after a tie" in finding.what for finding in outcome.findings) == (verdict == "look")
 
 
 def test_an_unreached_expert_is_not_ok() -> None:

@@ -41,14 +41,14 @@ def judge_agreement(evidence: Evidence, dtype: str) -> Outcome:
     """Return the verdict on the answers. This function is pure."""
     signs = Signs(evidence, dtype)
     causes = name_causes(signs)
-    findings = [_batch_finding(evidence, dtype)]
+    findings = [_batch_finding(evidence, signs)]
     for arm, way in WAYS.items():
         pairs = second_pairs(one for one in evidence.sampled if one.arm == arm and (one.cached or arm != "again"))
         if pairs:
-            findings.append(Figures.of(pairs).judge(f"engine against itself: {way}", dtype, signs.floor))
+            findings.append(signs.judge(f"engine against itself: {way}", pairs, signs.floor))
     if not any(one.cached for one in evidence.sampled):
         findings.append(Finding(verdict=Verdict.NOT_RUN, what="prefix hits: no answer had a cached prefix"))
-    findings += _reference_findings(evidence, signs, dtype)
+    findings += _reference_findings(evidence, signs)
     for test in signs.sampling:
         verdict = Verdict.WRONG if abs(test.z) > CERTAIN else Verdict.LOOK
         number = Number(name=f"{test.name}: deviation", value=abs(test.z), unit="standard deviations", limit=CERTAIN)
@@ -68,27 +68,25 @@ def judge_agreement(evidence: Evidence, dtype: str) -> Outcome:
     )
 
 
-def _batch_finding(evidence: Evidence, dtype: str) -> Finding:
+def _batch_finding(evidence: Evidence, signs: Signs) -> Finding:
     """Return the finding for alone against batch. It is the floor of the others, so it is `wrong` only far above."""
-    found = Figures.of(batch_pairs(evidence.sampled)).judge("engine against itself: other batch", dtype, Figures.of(()))
+    found = signs.judge("engine against itself: other batch", batch_pairs(evidence.sampled), Figures.of(()))
     is_noise = all(number.value <= FLOOR_MOST * number.limit for number in found.numbers if number.limit is not None)
-    return found if found.verdict is Verdict.OK else replace(found, verdict=Verdict.LOOK if is_noise else Verdict.WRONG)
+    return replace(found, verdict=Verdict.LOOK) if found.verdict is Verdict.WRONG and is_noise else found
 
 
-def _reference_findings(evidence: Evidence, signs: Signs, dtype: str) -> list[Finding]:
+def _reference_findings(evidence: Evidence, signs: Signs) -> list[Finding]:
     if signs.reference is None:
         reason = evidence.reference_refusal or "the reference computed nothing"
         return [Finding(verdict=Verdict.NOT_RUN, what=f"no reference: {reason}")]
     chosen = [one for one in evidence.sampled if one.is_neutral] or evidence.sampled
-    groups = [
+    groups = (
         ("sampled", [one for one in chosen if one.arm in ("sampled", "yours")]),
         ("greedy", [one for one in evidence.sampled if one.arm not in ("sampled", "yours")]),
-    ]
-    yours = [one for one in evidence.sampled if not one.is_neutral and one.arm == "yours"]
-    if yours:
-        groups.append(("your sampling", yours))
+        ("your sampling", [one for one in evidence.sampled if not one.is_neutral and one.arm == "yours"]),
+    )
     return [
-        Figures.of(pairs).judge(f"reference, {name} tokens", dtype, signs.floor, signs.noise)
+        signs.judge(f"reference, {name} tokens", pairs, signs.floor, signs.noise)
         for name, group in groups
         if (pairs := reference_pairs(group, signs.expected))
     ]

@@ -4,9 +4,12 @@ import functools
 from collections.abc import Sequence
 from typing import Final
 
-from .evidence import Evidence, Sampled
+from msgspec.structs import replace
+
+from .evidence import Evidence
 from .figures import (
     Figures,
+    Pair,
     Suspect,
     answer_of,
     batch_pairs,
@@ -21,7 +24,7 @@ from .figures import (
     slope_of,
     suspect_of,
 )
-from .verdicts import TABLE
+from .verdicts import LARGEST, TABLE, Finding, Verdict
 
 MANY: Final = 0.01
 """Share of faulty sets of a layer that is `wrong`: a single one may be a tie of two routers at once."""
@@ -39,6 +42,8 @@ ALONE: Final = 10.0
 """Ratio from which only the tokens of one expert are off."""
 DECISIVE: Final = 10.0
 """Factor from which nothing else explains it."""
+FEW: Final = 0.05
+"""Share of the answers that are off which a tie of routers explains. A fault moves more of them."""
 FAR: Final = 8
 """First position from which the context's length matters, and not only that there is one."""
 MISFIT: Final = (
@@ -53,6 +58,8 @@ class Signs:
 
     def __init__(self, evidence: Evidence, dtype: str) -> None:
         sampled = evidence.sampled
+        self.dtype, self.facts, self.misfit, self.routers = dtype, evidence.facts, evidence.misfit, evidence.layers
+        self._has_ties = evidence.num_experts > 0 or evidence.routing_refusal is not None
         self.floor = floor = Figures.of(batch_pairs(sampled))
         """The engine against itself in another batch."""
         self.noise = noise = Figures.of(noise_pairs(sampled))
@@ -65,20 +72,19 @@ class Signs:
         """What the reference expects, with the engine's experts from the first tie on."""
         free = Figures.of(reference_pairs(sampled, lambda scores: scores.logprobs))
         again = Figures.of(reference_pairs(sampled, lambda scores: scores.replayed))
-        compared = Figures.of(reference_pairs(sampled, self.expected))
+        pairs = reference_pairs(sampled, self.expected)
+        compared = Figures.of(pairs)
         self.reference = compared if compared.tokens else None
         self.free = free if free.tokens else None
         self.replayed = again if again.tokens else None
-
-        def drifts(chosen: list[Sampled]) -> bool:
-            return Figures.of(second_pairs(chosen)).is_off(dtype, floor)
-
-        cached, greedy = [one for one in sampled if one.cached], [one for one in sampled if one.arm in GREEDY]
-        self.drifts = drifts(sampled)
+        self.has_nan = max(floor.largest, self.second.largest, compared.largest) >= LARGEST
+        """True if a log probability is no number."""
+        fresh, greedy = [one for one in sampled if not one.cached], [one for one in sampled if one.arm in GREEDY]
+        self.drifts = self.is_off(second_pairs(sampled), floor)
         """True if the answers differ from the second pass."""
-        self.drift_cached = self.drifts and bool(cached) and not drifts([one for one in sampled if not one.cached])
+        self.drift_cached = self.drifts and not self.is_off(second_pairs(fresh), floor)
         """True if only answers with a cached prefix differ from it."""
-        self.drift_sampled = self.drifts and bool(greedy) and not drifts(greedy)
+        self.drift_sampled = self.drifts and bool(greedy) and not self.is_off(second_pairs(greedy), floor)
         """True if only sampled answers differ from it."""
         both = [
             (one, one.second, self.expected(one.scores))
@@ -87,9 +93,9 @@ class Signs:
         ]
         seconds = [(second, expected) for _, second, expected in both]
         answers = [(answer_of(one, second), answer_of(one, expected)) for one, second, expected in both]
-        self.differs = compared.is_off(dtype, floor, noise)
+        self.differs = self.is_off(pairs, floor, noise)
         """True if the answers differ from the reference."""
-        self.second_differs = Figures.of(answers).is_off(dtype, floor, noise)
+        self.second_differs = self.is_off(answers, floor, noise)
         """True if the second pass differs from it."""
         still = again.is_off(dtype, floor, noise)
         self.heals = bool(again.tokens) and self.differs and (not still or again.k3 < free.k3 / 10)
@@ -104,7 +110,7 @@ class Signs:
             found = suspect_of(evidence, evidence.layers[place - 1])
             # After the last router, nothing of an expert reaches other tokens than its own.
             self.suspect = found if found is not None and (faulty or found.ratio > ALONE) else None
-        self.slope, straight = slope_of(reference_pairs(sampled, self.expected))
+        self.slope, straight = slope_of(pairs)
         """By how much r changes with the log probability, in a straight line."""
         self.is_straight = straight > STRAIGHT and self.slope != 0
         # The tokens of an expert may begin anywhere.
@@ -114,18 +120,32 @@ class Signs:
         """True if only replay makes a difference."""
         self.rounding = rounding_gain(sampled)
         """How many times less precise routers fit better."""
-        others = (
-            self.second_differs
-            if seconds
-            else Figures.of(reference_pairs(greedy, self.expected)).is_off(dtype, floor, noise)
-        )
+        others = self.second_differs if seconds else self.is_off(reference_pairs(greedy, self.expected), floor, noise)
         tests = sampling_tests(one for one in sampled if one.is_neutral)
         # If greedy answers differ too, their distribution is another one.
         is_tested = not others and (self.drift_sampled or not self.drifts)
         self.sampling = [test for test in tests if is_tested and abs(test.z) > UNLIKELY]
         """Tests of the sampled tokens that fail."""
-        self.dtype, self.facts, self.misfit = dtype, evidence.facts, evidence.misfit
-        self.routers = evidence.layers
+
+    def judge(self, what: str, pairs: Sequence[Pair], *floors: Figures) -> Finding:
+        """Return the finding for pairs. What few answers show, as after a tie of routers, is at most `look`."""
+        found = Figures.of(pairs).judge(what, self.dtype, *floors)
+        num_off = len(pairs) - len(self._without_ties(pairs, floors)) if found.verdict is Verdict.WRONG else 0
+        if not num_off:
+            return found
+        text = f"{found.what}; {num_off} of {len(pairs)} answers are off, as after a tie of routers"
+        return replace(found, verdict=Verdict.LOOK, what=text)
+
+    def is_off(self, pairs: Sequence[Pair], *floors: Figures) -> bool:
+        """Return True if more pairs are off than those that a tie of routers explains."""
+        is_off = Figures.of(pairs).is_off(self.dtype, *floors)
+        return is_off and Figures.of(self._without_ties(pairs, floors)).is_off(self.dtype, *floors)
+
+    def _without_ties(self, pairs: Sequence[Pair], floors: Sequence[Figures]) -> Sequence[Pair]:
+        """Leave out answers that are off if they are few: a tie that nothing replays moves a whole answer."""
+        kept = [pair for pair in pairs if not Figures.of([pair]).is_off(self.dtype, *floors)]
+        is_few = len(pairs) - len(kept) <= max(FEW * len(pairs), 1) < len(kept)
+        return kept if self._has_ties and is_few and not self.has_nan else pairs
 
 
 def name_causes(signs: Signs) -> tuple[str, ...]:
@@ -164,7 +184,9 @@ def _of_drift(signs: Signs) -> Rows:
     """Return the cause where the engine does not agree with itself."""
     if not signs.drifts:
         return ()
-    if signs.drift_cached:
+    if signs.has_nan:
+        text = "log probabilities that are NaN or infinite: weights that were not loaded, or an overflow (float16)"
+    elif signs.drift_cached:
         text = (
             "stale KV: only answers with a cached prefix differ from a pass that computes it again: the prefix cache "
             "has KV of other weights, or was not flushed after an update"
@@ -172,7 +194,8 @@ def _of_drift(signs: Signs) -> Rows:
     elif signs.differs and not signs.second_differs:
         text = (
             "stale KV, or the decode path: a pass over the whole sequence agrees with the reference, the answers do "
-            "not: KV of other weights, CUDA graphs (compare with enforce_eager), or the kernel of decode attention"
+            "not: KV of other weights, CUDA graphs (compare with enforce_eager), the kernel of decode attention, or "
+            "log probabilities of the token before or after"
         )
     elif signs.second_differs and not signs.differs:
         text = "the prefill path: chunked prefill, or a fused kernel for prompts, computes something else than decode"

@@ -29,12 +29,12 @@ from ..generate.inputs import open_input
 from ..generate.rows import Defaults, PromptLine, read_prompts
 from ..local.fleet import DRIVER_TIMEOUT_S, check_vllm, default_state_dir
 from ..options import refuse_options, use_model
-from ..tables import machine
+from ..tables import NONE, machine
 from .agreement import Agreement
 from .report import Report, StageReport, picture, table, verdict_of
 from .routing import Routing
 from .speed import Speed
-from .stage import NONE, Budget, FleetInUse, Proof, Stage, not_run, refusal_of, run_phase, use_fleet
+from .stage import Budget, FleetInUse, Proof, Stage, not_run, refusal_of, run_phase, use_fleet
 from .survival import Survival
 from .updates import Updates
 from .verdicts import Outcome, Verdict

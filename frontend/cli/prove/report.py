@@ -26,11 +26,6 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     details: Mapping[str, Any] = {}
 
-    @property
-    def reason(self) -> str:
-        """The text of the first finding with the stage's verdict."""
-        return next((finding.what for finding in self.findings if finding.verdict is self.verdict), "")
-
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of one run."""

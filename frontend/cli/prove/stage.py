@@ -52,17 +52,14 @@ class Stage(ABC):
 
     def refusal(self, proof: "Proof") -> str | None:
         """Return the reason why the stage cannot run on this fleet; None: it can."""
-        del proof
         return None
 
     async def measure(self, proof: "Proof") -> Outcome | None:
         """Measure with the fleet that all stages share."""
-        del proof
         return None
 
     async def conclude(self, proof: "Proof") -> Outcome | None:
         """Measure and judge after that fleet has stopped, unless it is a fleet in use."""
-        del proof
         return None
 
 
@@ -262,9 +259,6 @@ def failure(error: BaseException) -> Outcome:
 def not_run(reason: str) -> Outcome:
     """Return the outcome of a stage that did not run."""
     return Outcome(findings=(Finding(verdict=Verdict.NOT_RUN, what=reason),))
-
-
-NONE: Final = "-"
 
 
 def refusal_of(stage: Stage, proof: Proof) -> str | None:
