@@ -36,7 +36,7 @@ def _options() -> Iterator[Option]:
     text = "minutes for all stages, after the fleet serves (default: %(default)g)"
     yield arg("--minutes", "N", text, type=minutes, default=10)
     yield arg("--prompts", "FILE", "your own prompts, as for `generate` (default: random ones)")
-    yield arg("--stages", "NAME", "stages to run (default: all)", nargs="+")
+    yield arg("--stages", "NAME", "agreement, routing, updates, survival, speed (default: all)", nargs="+")
     yield flag("--disruptive", "on a fleet in use, also run stages that stop workers and change weights")
     yield arg("--picture", "FILE", "file for the picture, an SVG (default: none)", type=Path)
     yield arg("--seed", "N", "seed of the prompts (default: 0)", type=non_negative_int, default=0)
