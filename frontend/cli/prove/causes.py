@@ -250,8 +250,7 @@ def _of_experts(suspect: Suspect) -> str:
 
 def precision_cause(signs: Signs) -> str:
     """Return the cause of routers that round."""
-    times = min(signs.rounding, 1e4)
-    return f"the dtype of the router: a reference whose routers round to bfloat16 fits {times:.0f} times better"
+    return f"the dtype of the router: one that rounds to bfloat16 fits {min(signs.rounding, 1e4):.0f} times better"
 
 
 def _of_routing(signs: Signs) -> Rows:

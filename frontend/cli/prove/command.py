@@ -31,13 +31,13 @@ from ..local.fleet import DRIVER_TIMEOUT_S, check_vllm, default_state_dir
 from ..options import refuse_options, use_model
 from ..tables import NONE, machine
 from .agreement import Agreement
-from .report import Report, StageReport, picture, table, verdict_of
+from .report import Report, StageReport, picture, table
 from .routing import Routing
 from .speed import Speed
 from .stage import Budget, FleetInUse, Proof, Stage, not_run, refusal_of, run_phase, use_fleet
 from .survival import Survival
 from .updates import Updates
-from .verdicts import Outcome, Verdict
+from .verdicts import Outcome, Verdict, worst
 
 STAGES: Final[tuple[Callable[[], Stage], ...]] = (Agreement, Routing, Updates, Survival, Speed)
 """The stages, in the order of the table."""
@@ -238,7 +238,7 @@ def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Re
     fleet, args = proof.fleet, proof.args
     engine = fleet.engine
     return Report(
-        verdict=verdict_of(stages),
+        verdict=worst(stage.verdict for stage in stages),
         created=created,
         rollbus=__version__,
         commit=_commit(),

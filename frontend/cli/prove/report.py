@@ -3,14 +3,14 @@
 The JSON has a version, `v`. Fields are only added, so that pages made from files of many releases stay readable.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any, Final, Literal
 
 import msgspec
 
 from ..tables import table_text
-from .verdicts import Finding, Verdict, worst
+from .verdicts import Finding, Verdict
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +64,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, Any]
     """Engine arguments and other options that change results."""
     stages: tuple[StageReport, ...]
-
-
-def verdict_of(stages: Sequence[StageReport]) -> Verdict:
-    """Return the verdict of a run."""
-    return worst(stage.verdict for stage in stages)
 
 
 def table(report: Report, width: int | None = None) -> str:
