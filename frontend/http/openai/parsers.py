@@ -43,7 +43,7 @@ Python holds the interpreter lock."""
 
 HARMONY: Final = "openai"
 """Begins the names of the parsers of gpt-oss. vLLM has one parser for both, which reads token ids."""
-CALLED: Final = ("adjust_request", "parse", "parse_delta")
+CALLED: Final = ("adjust_request", "extract_reasoning", "is_reasoning_end", "parse", "parse_delta")
 """Methods of a parser that this module calls."""
 QUIET: Final = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
 """Loggers that log generated text when a parser fails."""

@@ -1,8 +1,9 @@
 """The contract with vLLM: every name, field and signature that the adapter uses, and the releases that have it.
 
 `sources` compares it with the sources of a release. It must list everything that `workers/engines/vllm` imports from
-vLLM or uses of its objects; tests/engine/test_contract.py finds entries that are missing. An engine that starts checks
-only the names that its worker's own process uses (`workers/engines/vllm/names.py`).
+vLLM or uses of its objects, and lists what the HTTP service uses of the parsers; tests/engine/test_contract.py finds
+entries that are missing. An engine that starts checks only the names that its worker's own process uses
+(`workers/engines/vllm/names.py`).
 """
 
 import sys
@@ -70,6 +71,22 @@ OTHERS: tuple[Need, ...] = (
     # The engine alone and vLLM's own server, with which `rollbus prove` compares a fleet.
     Need("vllm.sampling_params:RequestOutputKind", has="DELTA"),
     Need("vllm.entrypoints.openai.api_server"),
+    # The parsers of answers, which the HTTP service uses.
+    Need(
+        "vllm.parser:ParserManager",
+        calls={"get_parser": "* tool_parser_name reasoning_parser_name enable_auto_tools is_harmony"},
+    ),
+    Need(
+        "vllm.parser.abstract_parser:Parser",
+        has="reasoning_parser",
+        calls={
+            "adjust_request": "request",
+            "extract_reasoning": "model_output request",
+            "is_reasoning_end": "input_ids",
+            "parse": "model_output request * enable_auto_tools model_output_token_ids",
+            "parse_delta": "delta_text delta_token_ids request * prompt_token_ids finished",
+        },
+    ),
     # The memory of GPUs, for a worker that is lent.
     Need("vllm.third_party.pynvml"),
     # Configuration of the engine.
