@@ -5,11 +5,14 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 from msgspec.structs import replace
 
 from rollbus import bus
-from rollbus.frontend.http import Settings
+from rollbus.frontend.http import Settings, writer
+from rollbus.frontend.http.agents import format
 from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.sessions import running
 from rollbus.schemas.errors import EngineDead, ErrorCode, request_error
@@ -18,7 +21,7 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.bus.record.test_rows import generation
 from tests.http.support import http_before
-from tests.sessions.support import CONFIG, Owner, agent_of, save_qwen3
+from tests.sessions.support import CONFIG, Owner, agent_of, save_qwen3, serving
 from tests.support.fleet import synthetic_worker, until_state
 from tests.support.waits import UNHURRIED_LEASE_S, until, until_true
 
@@ -144,6 +147,32 @@ async def test_a_stateful_turn_that_fails_keeps_its_tokens_and_shows_meanwhile_t
     assert [len(each) for each in found] == [*([0] * (len(found) - 1)), 1]
     assert len(found) > 1
     assert (choice.num_tokens, choice.finish_reason) == (4, None)
+
+
+async def test_a_stateful_turn_that_fails_after_a_comment_is_an_error_that_each_client_raises(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status is sent with the first comment. So the error is an event, in the form that the API's client raises."""
+    for module in (running, writer, format):
+        monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.05)
+    config = replace(CONFIG, step_s=0.05)
+    async with serving(nats_url, fleet, tmp_path, config=config, tool_call_parser=None) as (_, owner):
+        session = await owner.open()
+        claude = anthropic.AsyncAnthropic(
+            base_url=session["base_url"].removesuffix("/v1"), api_key=session["api_key"], max_retries=0
+        )
+        more = {"seed": 7, "ignore_eos": True, "timeout_s": 2.0}
+        asked: dict[str, Any] = {"model": "synthetic", "stream": True}
+        async with agent_of(session) as agent, claude:
+            messages = ASKED["messages"]
+            for create, fields in (
+                (agent.chat.completions.create, {"messages": messages, "max_tokens": 900}),
+                (agent.responses.create, {"input": messages, "max_output_tokens": 900}),
+                (claude.messages.create, {"messages": messages, "max_tokens": 900}),
+            ):
+                events = await create(**asked, **fields, extra_body=more)
+                with pytest.raises((openai.APIError, anthropic.APIStatusError), match="timeout"):
+                    [event async for event in events]
 
 
 async def test_a_stateful_turn_that_is_stopped_before_it_begins_ends_with_the_reason() -> None:

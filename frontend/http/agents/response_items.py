@@ -162,10 +162,12 @@ class ResponseWriter(BlockWriter):
         return [self._event("incomplete" if is_cut else "completed", response=self.document)]
 
     def fail(self, error: HttpError) -> list[JsonObject]:
-        """Return the last event of a stream with an error."""
+        """Return the last events of a stream with an error: OpenAI's client raises the first, others read the last."""
         told = {"code": FAILED, "message": f"{error.code}: {error.message}"}
         self.document |= {"status": "failed", "error": told, "output": self._items}
-        return [self._event("failed", response=self.document)]
+        raised = {"type": FAILED, "code": error.code, "message": told["message"], "param": error.param}
+        event = {**self._event("error", error=raised), "type": "error"}
+        return [event, self._event("failed", response=self.document)]
 
 
 def _text(kind: Kind, text: str) -> JsonObject:
