@@ -141,6 +141,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids and their log probabilities."""
     weight_versions: Int32s
     """i4[k]."""
+    lora_versions: Int32s | None = None
+    """i4[k]: versions of the adapter; None without one."""
     kv_from: int | None = None
     """The token before which the engine last computed all KV again; -1: never. None: not reported."""
     rows: Rows | None = None
@@ -184,6 +186,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             scores=Scores(generation.token_ids, generation.logprobs, generation.top_token_ids, generation.top_logprobs),
             weight_versions=generation.weight_versions,
+            lora_versions=generation.lora_versions,
             rows=generation.routed_experts,
             start=generation.start,
             masks=generation.sampling_mask,
@@ -218,6 +221,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
                 arrays["token_ids"], arrays["logprobs"], arrays.get("top_token_ids"), arrays.get("top_logprobs")
             ),
             weight_versions=arrays["weight_versions"],
+            lora_versions=arrays.get("lora_versions"),
             kv_from=kv_from,
             rows=arrays["routed_experts"],
             start=start,
@@ -248,6 +252,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
             kv_from=kv_from,
             scores=Scores.joined([part.scores for part in parts]),
             weight_versions=np.concatenate([part.weight_versions for part in parts]),
+            lora_versions=_join([part.lora_versions for part in parts]),
             rows=_join([part.rows for part in parts]),
             start=next((part.start for part in parts if part.rows is not None), parts[-1].start),
             masks=bus.TokenMasks.joined_of_all([part.masks for part in parts if len(part.ids)]),
@@ -265,6 +270,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
             # A recomputation after the last kept token says nothing about an earlier one.
             kv_from=None if (self.kv_from or 0) >= kept else self.kv_from,
             weight_versions=self.weight_versions[:kept],
+            lora_versions=None if self.lora_versions is None else self.lora_versions[:kept],
             rows=None if self.rows is None else self.rows[: max(past - self.start, 0)],
             masks=None if self.masks is None else self.masks.cut(kept),
         )

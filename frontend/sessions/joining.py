@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Final
 
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import InvalidRequest
 from ..tokenization import Tokenizer
 from .errors import SessionError
-from .messages import map_strings, without_reasoning
+from .messages import first_exchange, map_strings, without_reasoning
 
 MARK: Final = f"rbmark{os.urandom(8).hex()}"
 """Stands for text in a rendering, and is in no message."""
@@ -30,12 +30,17 @@ TEXT_MARKS: Final = re.compile(rf"{TEXT_MARK}x(\d+)x")
 INSTRUCTIONS: Final = ("system", "developer")
 """Roles of messages that some templates move to the beginning."""
 PROBE: Final = {"role": "user", "content": "a"}
+MAX_OPENERS: Final = 8
+"""Other settings of a history whose openings of answers are looked for: each costs some renderings."""
 Form = Callable[[Mapping[str, Any]], JsonObject]
 """Converts a message into the form that templates expect."""
 
 
 class CannotJoin(Exception):
-    """The template does not show where an answer ends. The prompt is then rendered as a whole."""
+    """The tail after an answer cannot be rendered alone. The prompt is then rendered as a whole.
+
+    The argument is the reason: the field of the fork.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,34 +94,39 @@ class ChatTemplate:
         """
         return self._encode(ChatTemplate.render, messages)
 
-    def tail(self, answer: JsonObject, ended_by: str, messages: Sequence[JsonObject]) -> list[int]:
+    def tail(
+        self, answer: JsonObject, ended_by: str, messages: Sequence[JsonObject], earlier: Sequence[JsonObject] = ()
+    ) -> list[int]:
         """Return the ids after a sampled answer: the end of the turn if it was not sampled, and the new messages.
 
         Args:
             answer: the answer, as it was served.
             ended_by: text of the special token with which the sampled ids end; empty: they end otherwise.
+            earlier: the messages before the answer. Some templates write the first results of calls in another way than
+                later ones.
 
         Raises:
             CannotJoin: the template does not show where the answer ends.
             SessionError: `special_token_in_content`.
         """
         try:
-            return self._tail(answer, ended_by, messages)
+            return self._tail([PROBE, *first_exchange(earlier)], answer, ended_by, messages)
         except InvalidRequest as error:
             # The template does not accept the messages after a single question. It may accept them after all others.
-            raise CannotJoin from error
+            raise CannotJoin("rejected_alone") from error
 
-    def _tail(self, answer: JsonObject, ended_by: str, messages: Sequence[JsonObject]) -> list[int]:
-        before, has_calls = [PROBE, _marked(answer)], bool(answer.get("tool_calls"))
+    def _tail(
+        self, begin: Sequence[JsonObject], answer: JsonObject, ended_by: str, messages: Sequence[JsonObject]
+    ) -> list[int]:
+        before, has_calls = [*begin, _marked(answer)], bool(answer.get("tool_calls"))
         if has_calls and MARK not in self.render(before, opens=False):
             # The template has no calls. The sampled ids have them.
-            before, has_calls = [PROBE, _marked({**answer, "tool_calls": None})], False
+            before, has_calls = [*begin, _marked({**answer, "tool_calls": None})], False
         if any(message["role"] in INSTRUCTIONS for message in messages):
             before = [{**PROBE, "role": "system"}, *before]
             marked = [{**message, "content": TEXT_MARK} for message in messages if message["role"] in INSTRUCTIONS]
             if TEXT_MARK in self.render([*before, *marked, PROBE]).rpartition(MARK)[0]:
-                # The template moves instructions to the beginning.
-                raise CannotJoin
+                raise CannotJoin("instructions_moved")
 
         def text(template: "ChatTemplate", shown: Sequence[JsonObject]) -> str:
             alone = _after_mark(template.render(shown[: len(before)], opens=False))
@@ -151,7 +161,7 @@ class ChatTemplate:
             return len(alone)
         at = common.rfind(end) if end else -1
         if at < 0:
-            raise CannotJoin
+            raise CannotJoin("end_hidden")
         return at + (len(end) if ended_by else 0)
 
     @cached_property
@@ -238,57 +248,69 @@ class ChatTemplate:
     # The check of the join.
 
     def check(
-        self, pieces: Sequence[Sequence[int]], messages: Sequence[JsonObject], kept: Sequence[str] = ()
-    ) -> bool | None:
-        """Return True if the pieces between the sampled answers are what the template makes of all messages.
+        self,
+        pieces: Sequence[Sequence[int]],
+        messages: Sequence[JsonObject],
+        kept: Sequence[str] = (),
+        others: Sequence["ChatTemplate"] = (),
+    ) -> int | None:
+        """Return how many pieces between the sampled answers, from the first on, the template makes of all messages.
 
-        Compared is decoded text. What the template makes of the answers themselves does not count: the sampled ids
-        stand for them.
+        Compared is decoded text. What the template makes of the answers themselves does not count, nor what opens them:
+        the sampled ids stand for them.
 
         Args:
             pieces: ids of the prompt before each answer, in order; the last one ends the prompt.
             messages: all messages, with the answers as they were served.
             kept: texts that the template must not drop from the answers, one for each piece but the last.
+            others: the template with the settings of earlier turns, which opened their answers.
 
         Returns:
             None: the tokenizer changes text, and what it makes of the whole differs too, so this shows nothing.
         """
-        text = self.render(messages)
-        if self._contains(text, pieces, kept):
-            return True
-        decoded = self.tokenizer.decode(self._ids(text), skip_special_tokens=False)
-        return False if decoded == text else self._contains(decoded, pieces, kept) or None
+        text, openings = self.render(messages), self._openings(messages, others)
+        num_equal = self._num_equal(text, pieces, kept, openings)
+        if num_equal < len(pieces):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            decoded = self.tokenizer.decode(ids, skip_special_tokens=False)
+            if decoded != text:
+                num_equal = self._num_equal(decoded, pieces, kept, openings)
+                return num_equal if num_equal == len(pieces) else None
+        return num_equal
 
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _contains(self, text: str, pieces: Sequence[Sequence[int]], kept: Sequence[str]) -> bool:
-        decoded = [self.tokenizer.decode(piece, skip_special_tokens=False) for piece in pieces]
-        opening, lasting = self._openings
+    def _num_equal(
+        self, text: str, pieces: Sequence[Sequence[int]], kept: Sequence[str], openings: Sequence[tuple[str, str]]
+    ) -> int:
         at = 0
-        for place, piece in enumerate(decoded[:-1]):
-            fixed = piece.removesuffix(opening) + lasting if piece.endswith(opening) else piece
-            begin = text.find(fixed, at)
-            if begin < 0 or (not place and begin):
-                return False
-            if place and kept and kept[place - 1].strip() not in text[at:begin]:
-                return False
-            at = begin + len(fixed)
-        end = len(text) - len(decoded[-1])
-        if end < at or not text.endswith(decoded[-1]) or (len(decoded) == 1 and end):
-            return False
-        return not (len(decoded) > 1 and kept) or kept[len(decoded) - 2].strip() in text[at:end]
+        for place, ids in enumerate(pieces, 1):
+            piece = self.tokenizer.decode(ids, skip_special_tokens=False)
+            begin = len(text) - len(piece)
+            if place < len(pieces):
+                shorter = [piece.removesuffix(opens) + stays for opens, stays in openings if piece.endswith(opens)]
+                piece = min(shorter, key=len, default=piece)
+                begin = text.find(piece, at)
+            is_kept = place == 1 or not kept or kept[place - 2].strip() in text[at:begin]
+            if begin < at or not text.startswith(piece, begin) or (place == 1 and begin) or not is_kept:
+                return place - 1
+            at = begin + len(piece)
+        return len(pieces)
 
-    @cached_property
-    def _openings(self) -> tuple[str, str]:
-        """Return the text that opens an answer, and the part of it that the template keeps before an earlier answer."""
-        closed = self.render([PROBE], opens=False)
-        opened = self.render([PROBE])
-        past = self.render([PROBE, _marked({"role": "assistant"}), PROBE], opens=False)
-        if not opened.startswith(closed) or not past.startswith(closed) or MARK not in past:
-            return "", ""
-        opening = opened[len(closed) :]
-        return opening, _common_start(opening, past[len(closed) : past.index(MARK)])
+    def _openings(self, messages: Sequence[JsonObject], others: Sequence["ChatTemplate"]) -> list[tuple[str, str]]:
+        """Return what opens an answer after the last message's content, and the part of it that stays in histories."""
+        exchange, found = first_exchange(messages), []
+        asked: list[list[JsonObject]] = [[PROBE]]
+        answers: list[list[JsonObject]] = [[_marked({"role": "assistant"}), PROBE]]
+        if exchange:
+            asked += [[PROBE, *exchange], [PROBE, *exchange, PROBE]]
+            answers.append([_marked(exchange[0]), *exchange[1:]])
+        for before, answer, opener in product(asked, answers, (self, *others[-MAX_OPENERS:])):
+            question = [*before[:-1], {**before[-1], "content": TEXT_MARK}]
+            with contextlib.suppress(InvalidRequest, CannotJoin):
+                opened = _after_mark(opener.render(question), TEXT_MARK)
+                shown = _after_mark(self.render([*question, *answer], opens=False), TEXT_MARK)
+                if MARK in shown:
+                    found.append((opened, _common_start(opened, shown[: shown.index(MARK)])))
+        return found
 
 
 def _common_start(one: str, other: str) -> str:
@@ -324,8 +346,8 @@ def _with_text_arguments(message: JsonObject) -> JsonObject:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _after_mark(text: str) -> str:
-    at = text.rfind(MARK)
-    if at < 0:
-        raise CannotJoin
-    return text[at + len(MARK) :]
+def _after_mark(text: str, mark: str = MARK) -> str:
+    _, found, after = text.rpartition(mark)
+    if not found:
+        raise CannotJoin("end_hidden")
+    return after

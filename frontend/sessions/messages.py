@@ -4,7 +4,8 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 from ...schemas.decoding import JsonObject
@@ -13,6 +14,10 @@ NUMBER: Final = "\0number "
 """Prefix of a number in decoded arguments. Numbers are compared as they are written: 1 and 1.0 differ."""
 ANSWER_ID: Final = re.compile(r"(?:(?:rs|msg|fc)_(.+)_\d+|chatcmpl-(.+))", re.DOTALL)
 """Id of an item of a response, or of a chat's answer, with the id of its request."""
+
+
+SETTING: Final = ("model", "tools", "variables")
+"""Fields of a turn's setting."""
 
 
 class MessageKey(NamedTuple):
@@ -104,7 +109,7 @@ def _number(written: str) -> str:
 
 def frame_of(setting: Mapping[str, Any]) -> str:
     """Return a digest of a turn's setting, `Turn.setting`."""
-    text = json.dumps([setting["model"], setting["tools"] or None, setting["variables"] or None], sort_keys=True)
+    text = json.dumps([setting[name] or None for name in SETTING], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -115,6 +120,22 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {change(name): map_strings(each, change) for name, each in value.items()}
     return [map_strings(each, change) for each in value] if isinstance(value, list) else value
+
+
+def first_exchange(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return the first answer with calls and their results, with short texts; empty: there are no results."""
+    # A hostile client may give calls to other roles too.
+    is_call = (message["role"] == "assistant" and message.get("tool_calls") for message in messages)
+    begin = next((at for at, found in enumerate(is_call) if found), len(messages))
+    results = takewhile(lambda message: message["role"] == "tool", messages[begin + 1 :])
+    found = [{**message, "content": "a"} for message in (*messages[begin : begin + 1], *results)]
+    return [without_reasoning(found[0]), *found[1:]] if len(found) > 1 else []
+
+
+def changed_setting(served: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return the first field that differs between two settings: `model`, `tools` or `variables`."""
+    before, after = ([json.dumps(each[name] or None, sort_keys=True) for name in SETTING] for each in (served, given))
+    return next(name for name, *values in zip(SETTING, before, after, strict=True) if values[0] != values[1])
 
 
 def without_reasoning(message: Mapping[str, Any]) -> JsonObject:

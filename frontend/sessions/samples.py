@@ -1,7 +1,7 @@
 """The sample of a leaf: all tokens of its path, and which of them were sampled, when, and by which weights."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,6 +15,8 @@ from .tree import SessionTree, Turn, float32, int32
 
 NOT_SAMPLED = -1
 """Weight version of a token that was not sampled, as in `rollbus.trainer`."""
+ARRAYS = ("loss_mask", "logprobs", "weight_versions", "turn_of_token", "kv_version_spans", "kv_lora_version_spans")
+"""Fields of a sample that grow with each turn."""
 Shape = Literal["rollbus", "rllm", "verifiers"]
 """The format of the samples. `rllm`: a list with an object for each turn, as its gateway answers
 `/sessions/ID/traces`. `verifiers`: a `Trace`, without the fields `task` and `agent`, which a session does not know."""
@@ -48,8 +50,9 @@ class LeafSample(msgspec.Struct, kw_only=True, frozen=True):
     """For each turn: (first position, weight version) of each span of the KV at the turn's end, which covers all
     positions but the last one; None: the worker did not report it. The first span begins at 0 even if its KV is from
     the prefix cache, because no request uses cache of other weights. KV that the engine computed again in the turn has
-    the newer version, also for tokens that were sampled before that. Adapters have no versions here: an adapter that
-    was loaded again under its name does not begin a span."""
+    the newer version, also for tokens that were sampled before that."""
+    kv_lora_version_spans: list[Spans | None]
+    """The same with the version of the adapter; None also if the turn used no adapter."""
     reward: float | None
     """The reward of the leaf, or else of the session."""
     turn_rewards: dict[str, float]
@@ -67,39 +70,37 @@ def leaf_sample(
         reward: reward of the session.
         join: how the prompt of the leaf was joined.
     """
-    path, spans = tree.path(leaf), []
-    size = sum(turn.num_prompt + turn.num_sampled for turn in path)
-    mask, logprobs = np.zeros(size, np.bool_), np.zeros(size, np.float32)
-    versions, places = np.full(size, NOT_SAMPLED, np.int32), np.zeros(size, np.int32)
-    at = 0
+    path, at = tree.path(leaf), 0
+    arrays: dict[str, list[Any]] = {name: [] for name in ARRAYS}
     for place, turn in enumerate(path):
-        begin = at + turn.num_prompt
-        end = begin + turn.num_sampled
-        mask[begin:end] = True
-        logprobs[begin:end] = float32(turn.logprobs)
-        versions[begin:end] = int32(turn.weight_versions)
-        places[at:end] = place
-        known = turn.kv_from is not None and turn.num_sampled
-        spans.append(find_spans(int32(turn.weight_versions), max(turn.kv_from or 0, 0), begin) if known else None)
-        at = end
+        new, size = turn.num_prompt, turn.num_sampled
+        arrays["loss_mask"] += [False] * new + [True] * size
+        arrays["logprobs"] += [0.0] * new + _floats(float32(turn.logprobs))
+        arrays["weight_versions"] += [NOT_SAMPLED] * new + int32(turn.weight_versions).tolist()
+        arrays["turn_of_token"] += [place] * (new + size)
+        arrays["kv_version_spans"].append(_spans(turn, turn.weight_versions, at + new))
+        arrays["kv_lora_version_spans"].append(_spans(turn, turn.lora_versions, at + new))
+        at += new + size
     return LeafSample(
         leaf=leaf.id,
         turns=[turn.id for turn in path],
         token_ids=tree.token_ids(leaf).tolist(),
-        loss_mask=mask.tolist(),
-        logprobs=_floats(logprobs),
-        weight_versions=versions.tolist(),
-        turn_of_token=places.tolist(),
+        **arrays,
         finish_reason=leaf.finish_reason,
         is_complete=leaf.is_complete,
         joins=[*(turn.join for turn in path[:-1]), join],
         forks=[None if turn.fork is None else msgspec.to_builtins(turn.fork) for turn in path],
         attempts=[turn.attempts for turn in path],
-        kv_version_spans=spans,
         reward=rewards.get(leaf.id, reward),
         turn_rewards={turn.id: rewards[turn.id] for turn in path if turn.id in rewards},
         messages=tree.messages(leaf),
     )
+
+
+def _spans(turn: Turn, versions: bytes, prompt_len: int) -> Spans | None:
+    if turn.kv_from is None or not versions:
+        return None
+    return find_spans(int32(versions), max(turn.kv_from, 0), prompt_len)
 
 
 def join_rows(path: list[Turn], rows: Mapping[str, Rows]) -> Rows:
@@ -138,7 +139,7 @@ def rllm_traces(tree: SessionTree, leaves: Sequence[Turn], session: str) -> list
             {
                 "trace_id": turn.id,
                 "session_id": session,
-                "model": _setting(path)["model"],
+                "model": tree.setting(turn)["model"],
                 "timestamp": turn.served_at,
                 "messages": [*tree.messages(parent), *turn.messages],
                 "response_message": turn.answer,
@@ -163,7 +164,8 @@ def verifiers_trace(tree: SessionTree, leaves: Sequence[Turn], session: str, rew
     ends: dict[str | None, int | None] = {None: None}
     for turn in _turns_of(tree, leaves):
         parent, prompt, path = ends[turn.parent], int32(turn.prompt_ids).tolist(), tree.path(turn)
-        tools = [tool["function"] for tool in _setting(path)["tools"] or ()]
+        setting = tree.setting(turn)
+        tools = [tool["function"] for tool in setting["tools"] or ()]
         for at, message in enumerate([*turn.messages, turn.answer], 1):
             is_answer = at == turn.num_messages
             own = int32(turn.token_ids).tolist() if is_answer else prompt if at == len(turn.messages) else []
@@ -181,7 +183,7 @@ def verifiers_trace(tree: SessionTree, leaves: Sequence[Turn], session: str, rew
         ends[turn.id] = parent
         size = sum(each.num_prompt + each.num_sampled for each in path)
         usage = {"prompt_tokens": size - turn.num_sampled, "completion_tokens": turn.num_sampled}
-        call = {"node": parent, "model": _setting(path)["model"], "finish_reason": _reason(turn), "usage": usage}
+        call = {"node": parent, "model": setting["model"], "finish_reason": _reason(turn), "usage": usage}
         calls.append(call)
     rewards = {} if reward is None else {"session": {"score": reward}}
     return {"id": session, "nodes": nodes, "calls": calls, "rewards": rewards, "is_completed": True, "ok": True}
@@ -204,10 +206,6 @@ def _verifiers_message(message: JsonObject) -> JsonObject:
 def _turns_of(tree: SessionTree, leaves: Sequence[Turn]) -> list[Turn]:
     wanted = {turn.id for leaf in leaves for turn in tree.path(leaf)}
     return [turn for turn in tree.turns.values() if turn.id in wanted]
-
-
-def _setting(path: Sequence[Turn]) -> JsonObject:
-    return path[0].setting or {"model": "", "tools": None}
 
 
 def _reason(turn: Turn) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...schemas.decoding import JsonObject
 from ...schemas.rows import Float32s, Int32s
-from .messages import MessageKey, call_ids, key_of
+from .messages import MessageKey, call_ids, changed_setting, frame_of, key_of
 
 WHOLE: Final = "whole"
 """Join: the prompt is one rendering of all messages."""
@@ -34,8 +34,15 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     message: int
     """Index in the history of the first message that differs from every served branch."""
     field: str
-    """Field of that message; `tools`: the tools, the model or a variable of the template; `sibling`: nothing differs;
-    `template`: the join did not equal the template; `reasoning_dropped`: the template drops reasoning."""
+    """Field of that message, or else why nothing that was sampled is continued:
+
+    - `sibling`: nothing differs.
+    - `model`, `tools`, `variables`: those of the template have changed, and it shows them in earlier text.
+    - `template`: the template now writes the text from that message on, up to the next answer, in another way.
+    - `reasoning_dropped`: the template drops reasoning, and the session has the policy `template`.
+    - `rejected_alone`: the template rejects the new messages after a single question and its answer.
+    - `instructions_moved`: the template moves new instructions to the beginning.
+    - `end_hidden`: the template does not show where the answer before the new messages ends."""
 
 
 class Turn(msgspec.Struct, kw_only=True, frozen=True):
@@ -52,8 +59,8 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     """The assistant's message, as it was served."""
     frame: str
     setting: JsonObject | None = None
-    """On a root: the model, and what its template shows besides messages, with the fields `model`, `tools` and
-    `variables`."""
+    """The model, and what its template shows besides messages, with the fields `model`, `tools` and `variables`. None:
+    that of the parent."""
     prompt_ids: bytes
     """<i4: ids of the prompt after the parent's ids."""
     token_ids: bytes
@@ -62,6 +69,8 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     """<f4[G]."""
     weight_versions: bytes
     """<i4[G]."""
+    lora_versions: bytes = b""
+    """<i4[G]: versions of the adapter; empty: none."""
     kv_from: int | None = None
     """Sampled token before which the engine last computed all KV again; 0 and less: never. None: not reported."""
     finish_reason: str
@@ -124,6 +133,8 @@ class Match:
     index: int
     """Number of messages of the history that the parent and its ancestors have."""
     fork: Fork | None
+    other: "Match | None" = None
+    """The turn that continues more of the history, but with other tools or variables."""
 
 
 @dataclass(slots=True)
@@ -170,6 +181,10 @@ class SessionTree:
         """Return the messages up to a turn, with the answers as they were served."""
         return [message for each in self.path(turn) for message in (*each.messages, each.answer)]
 
+    def setting(self, turn: Turn) -> JsonObject:
+        """Return the setting of a turn."""
+        return next(each.setting for each in reversed(self.path(turn)) if each.setting is not None)
+
     def leaves(self, *, interrupted: bool = False) -> list[Turn]:
         """Return the turns without a child. An interrupted turn is no leaf by default, but its parent may be one.
 
@@ -185,17 +200,17 @@ class SessionTree:
                 above = self.turns[above].parent
         return [turn for turn in found if turn.id not in inner]
 
-    def find(self, history: Sequence[Mapping[str, Any]], frame: str) -> Match:
-        """Return the deepest turn that a history continues.
+    def find(self, history: Sequence[Mapping[str, Any]], setting: JsonObject) -> Match:
+        """Return the deepest turn with a setting that a history continues.
 
         Of several, the turn whose ids come back; then the last one that was served completely.
         """
+        frame = frame_of(setting)
         keys, ids = [key_of(message) for message in history], [call_ids(message) for message in history]
         order = {each: place for place, each in enumerate(self.turns)}
-        best: tuple[int, int, bool, int] = (0, 0, False, -1)
-        parent: Turn | None = None
+        best = dict.fromkeys((True, False), (0, 0, False, -1))
+        parents: dict[bool, Turn | None] = {True: None, False: None}
         waiting: list[tuple[Turn | None, int, int]] = [(None, 0, 0)]
-        has_other_frame = False
         while waiting:
             node, index, hits = waiting.pop()
             for child in self._children.get(None if node is None else node.id, ()):
@@ -203,18 +218,18 @@ class SessionTree:
                 # The history must have a message after the answer, or it asks nothing new of this turn.
                 if end > len(keys) or self._first_difference(child, keys, index) is not None:
                     continue
-                if child.frame != frame:
-                    has_other_frame = True
-                    continue
-                found = hits + child.is_named(ids[end - 1])
+                found, is_own = hits + child.is_named(ids[end - 1]), child.frame == frame
                 waiting.append((child, end, found))
                 rank = (end, found, child.is_complete, order[child.id])
-                if rank > best:
-                    best, parent = rank, child
-        fork = self._fork(parent, keys, best[0])
-        if has_other_frame and parent is None:
-            fork = Fork(message=0, field="tools")
-        return Match(parent, best[0], fork)
+                if rank > best[is_own]:
+                    best[is_own], parents[is_own] = rank, child
+        own, other = (
+            Match(parents[each], best[each][0], self._fork(parents[each], keys, best[each][0])) for each in best
+        )
+        if other.parent is None or best[False][:2] <= best[True][:2]:
+            return own
+        fork = Fork(message=own.index, field=changed_setting(self.setting(other.parent), setting))
+        return Match(own.parent, own.index, fork, None if fork.field == "model" else other)
 
     def _first_difference(self, child: Turn, keys: Sequence[MessageKey], index: int) -> tuple[int, str] | None:
         """Return place and field of the first message in which a history from `index` on differs from a turn.

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus import bus
+from rollbus.bus.nats.jetstream import Unanswered
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.sessions import manager, running, turns
@@ -148,6 +149,29 @@ async def test_the_turn_of_a_service_that_is_gone_runs_again(
             return await store.read_claim(gone["id"], "run.>") is None
 
         await until(is_released, True)
+
+
+async def test_claims_without_an_answer_or_of_another_version_delay_no_retry(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that NATS stored without an answer is its service's own. What no service can read is no claim."""
+    writes += ["One.", "Two.", "Three."]
+    async with serving(nats_url, fleet, tmp_path) as (http, owner), agent_of(session := await owner.open()) as agent:
+        store, write = SessionStore(http.own), SessionStore.write_claim
+
+        async def unanswered(*args: Any) -> None:
+            await write(*args)
+            monkeypatch.setattr(SessionStore, "write_claim", write)
+            raise Unanswered("JetStream did not answer")
+
+        for headers in ({}, {"Idempotency-Key": "k"}):
+            monkeypatch.setattr(SessionStore, "write_claim", unanswered)
+            await agent.with_options(max_retries=1).chat.completions.create(**ASKED, extra_headers=headers)
+        for key, written in (("a", b'{"service":"old","until":1}'), ("b", b"{")):
+            digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+            await store._put(f"{session['id']}.run.{digest}.key", written, 0)
+            await agent.chat.completions.create(**ASKED, extra_headers={"Idempotency-Key": key})
+        assert await _turns_of(owner, session) == [True] * 4
 
 
 async def test_a_key_counts_as_a_whole_and_a_retry_only_in_its_api(

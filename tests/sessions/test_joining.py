@@ -44,7 +44,7 @@ def play(family: Family, rounds: list[tuple[list[dict[str, Any]], dict[str, Any]
             piece = template.whole(new)
         else:
             last = messages[-1]
-            piece = template.tail(last, family.ends[bool(last.get("tool_calls"))], new)
+            piece = template.tail(last, family.ends[bool(last.get("tool_calls"))], new, messages[:-1])
         pieces.append(piece)
         messages += [*new, answer]
         ids += piece + template.tokenizer.encode(family.writes(answer, canonical=canonical), add_special_tokens=False)
@@ -87,10 +87,10 @@ def test_joins_pass_the_check_and_broken_joins_do_not(family: Family, texts: lis
     _, pieces, messages, template = play(family, rounds, canonical=canonical)
     for end in range(1, len(pieces) + 1):
         before = [message for new, answer in rounds[: end - 1] for message in (*new, answer)]
-        assert template.check(pieces[:end], [*before, *rounds[end - 1][0]]) is True
+        assert template.check(pieces[:end], [*before, *rounds[end - 1][0]]) == end
     at = random.Random(0).randrange(len(pieces))
     broken = [*pieces[:at], [*pieces[at], *template.whole([{"role": "user", "content": "?"}])], *pieces[at + 1 :]]
-    assert template.check(broken, messages[:-1]) is False
+    assert template.check(broken, messages[:-1]) == at
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
@@ -123,7 +123,7 @@ def test_a_template_without_calls_joins_after_the_sampled_call() -> None:
         assert template.tail(call(), family.end, [result("5")]) == tail
         first = template.whole([{"role": "user", "content": "?"}])
         messages = [{"role": "user", "content": "?"}, call(), result("5")]
-        assert template.check([first, tail], messages) is True
+        assert template.check([first, tail], messages) == 2
         wrapped.chat_template = "{%- if messages[0].role != 'system' %}{{- raise_exception('no system') }}{%- endif %}"
         with pytest.raises(CannotJoin):
             template.tail(call(), family.end, [result("5")])
@@ -136,7 +136,7 @@ def test_a_changed_place_of_the_tools_fails_the_check() -> None:
     (family,) = (each for each in FAMILIES if each.moves_tools)
     rounds = rounds_of(family, ["x", "y", "z"], thinks=False)
     _, pieces, messages, template = play(family, rounds)
-    assert template.check(pieces, messages[:-1]) is False
+    assert template.check(pieces, messages[:-1]) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
@@ -273,7 +273,7 @@ def test_a_template_that_shows_one_call_or_rejects_reasoning_joins() -> None:
     raises = "{%- if message.content and message.reasoning %}{{- raise_exception('both') }}{%- endif %}"
     with changed_template(template, ("{%- if message.tool_calls %}", f"{raises}{{%- if message.tool_calls %}}")):
         first, tail = template.whole(question), template.tail(two, family.ends[1], [result("5")])
-        assert template.check([first, tail], [*question, two, result("5")]) is True
+        assert template.check([first, tail], [*question, two, result("5")]) == 2
     (family,) = (each for each in FAMILIES if each.name == "glm")
     template = family.template(TOOLS)
     cut = template.tokenizer.decode(template.tail(call(), "", question), skip_special_tokens=False)
@@ -291,10 +291,41 @@ def test_a_tokenizer_that_changes_text_compares_what_it_makes_of_the_whole() -> 
         answer = {"role": "assistant", "content": "Yes."}
         messages = [{"role": "user", "content": "Cafe\u0301?"}, answer, {"role": "user", "content": "E\u0301?"}]
         pieces = [template.whole(messages[:1]), template.tail(answer, family.end, messages[2:])]
-        assert template.check(pieces, messages) is True
+        assert template.check(pieces, messages) == 2
         assert template.check(pieces, [messages[0], answer, {"role": "user", "content": "E\u0301!"}]) is None
     finally:
         backend.normalizer = before
+
+
+def test_a_template_that_writes_the_first_results_or_calls_in_another_way_joins() -> None:
+    """As DeepSeek-V3's: only the first results begin with a mark, and later calls drop the end of the results."""
+    (family,) = (each for each in FAMILIES if each.name == "deepseek")
+    changes = (
+        ("namespace(tool=false)", "namespace(tool=false, later=false)"),
+        ("ns.tool = true %}", "ns.tool = true %}{%- if not ns.later %}All:{%- endif %}{%- set ns.later = true %}"),
+        ("{%- if add_gen", "{%- if ns.tool %}{{- 'End.' }}{%- endif %}{%- if add_gen"),
+    )
+    with changed_template(family.template(), *changes):
+        _, pieces, messages, template = play(family, rounds_of(family, ["x", "y", "z"], thinks=True))
+        for end in range(1, len(pieces) + 1):
+            assert template.check(pieces[:end], messages[: [2, 4, 6, 8, 10][end - 1]]) == end
+
+
+def test_answers_that_other_variables_opened_join() -> None:
+    """A variable that only opens answers may change between turns, and one that is in earlier text may not."""
+    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    rounds = rounds_of(family, ["x", "y", "z"], thinks=True)
+    pieces: list[list[int]] = []
+    messages: list[dict[str, Any]] = []
+    used: list[Any] = []
+    for place, (new, answer) in enumerate(rounds):
+        template = dataclasses.replace(family.template(TOOLS), variables={"enable_thinking": bool(place % 2)})
+        tail = template.tail(messages[-1], family.end, new, messages[:-1]) if messages else template.whole(new)
+        pieces.append(tail)
+        assert template.check(pieces, [*messages, *new], others=used) == place + 1
+        assert dataclasses.replace(template, tools=None).check(pieces, [*messages, *new], others=used) == 0
+        messages += [*new, answer]
+        used.append(template)
 
 
 def test_the_policy_template_sees_dropped_reasoning() -> None:
@@ -302,6 +333,6 @@ def test_the_policy_template_sees_dropped_reasoning() -> None:
     (family,) = (each for each in FAMILIES if each.name == "qwen3")
     rounds = rounds_of(family, ["x", "y", "z"], thinks=True)
     _, pieces, messages, template = play(family, rounds)
-    assert template.check(pieces[:3], messages[:6], ["", ""]) is True
+    assert template.check(pieces[:3], messages[:6], ["", ""]) == 3
     kept = [each.get("reasoning") or "" for each in messages if each["role"] == "assistant"]
-    assert template.check(pieces, messages[:-1], kept[:-1]) is False
+    assert template.check(pieces, messages[:-1], kept[:-1]) == 3

@@ -109,8 +109,10 @@ def test_spans_of_kv_say_which_weights_computed_it() -> None:
     tree = small_tree()
     versions = np.array([7, 8], "<i4").tobytes()
     for name, parent, kv_from in (("a", "t1", -1), ("b", "a", 1), ("c", "b", None)):
-        add(tree, name, parent, [USER], {"role": "assistant"}, kv_from=kv_from, weight_versions=versions)
+        more = {"kv_from": kv_from, "weight_versions": versions, "lora_versions": versions if name == "b" else b""}
+        add(tree, name, parent, [USER], {"role": "assistant"}, **more)
     sample = leaf_sample(tree, tree.turns["c"], {}, None, "tail")
+    assert sample.kv_lora_version_spans == [None, None, None, ((0, 8),), None]
     assert sample.kv_version_spans == [None, None, ((0, 7), (13, 8)), ((0, 8),), None]
 
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.frontend.sessions.errors import SessionError
-from rollbus.frontend.sessions.messages import canonical_arguments
+from rollbus.frontend.sessions.messages import canonical_arguments, frame_of
 from rollbus.frontend.sessions.samples import ids_bytes, join_rows, leaf_sample, rllm_traces
 from rollbus.frontend.sessions.tree import Fork, SessionTree, Turn
 
 USER = {"role": "user", "content": "How much?"}
+SETTING: dict[str, Any] = {"model": "m", "tools": None, "variables": {}}
 ARGUMENTS = '{"b": [1, 2.50], "a": "x"}'
 
 
@@ -39,7 +40,8 @@ def add(tree: SessionTree, name: str, parent: str | None, messages: list[Any], a
         "rows_start": max(size - 1, 0),
         "num_rows": 5 - (parent is None),
         "finish_reason": "stop",
-        "frame": "f",
+        "frame": frame_of(SETTING),
+        "setting": SETTING if parent is None else None,
         **more,
     }
     turn = Turn(id=name, parent=parent, messages=messages, answer=answer, **fields)
@@ -74,7 +76,7 @@ def test_an_id_is_that_of_an_answer_as_a_whole(given: str, turn: str | None) -> 
     for name in ("r1", "r1_1"):
         add(tree, f"t-{name}", None, [USER], answer, request_id=name)
     add(tree, "last", None, [USER], answer, request_id="r")
-    found = tree.find([USER, {**answer, "id": given}, USER], "f").parent
+    found = tree.find([USER, {**answer, "id": given}, USER], SETTING).parent
     assert found is not None
     assert found.id == ("last" if turn is None else f"t-{turn}")
 
@@ -92,7 +94,7 @@ def test_an_id_is_that_of_an_answer_as_a_whole(given: str, turn: str | None) -> 
 )
 def test_an_answer_that_came_back_as_served_continues_its_turn(answer: dict[str, Any]) -> None:
     """Blanks, the order of arguments, another id and a dropped reasoning do not make another turn."""
-    match = small_tree().find([USER, answer, tool("6")], "f")
+    match = small_tree().find([USER, answer, tool("6")], SETTING)
     assert match.parent is not None
     assert (match.parent.id, match.index) == ("t0", 2)
     assert match.fork == Fork(message=2, field="content")
@@ -111,7 +113,7 @@ def test_an_answer_that_came_back_as_served_continues_its_turn(answer: dict[str,
 )
 def test_an_edited_answer_forks(answer: dict[str, Any], field: str) -> None:
     """A changed text, argument or number is no continuation, even with the id of the served call."""
-    match = small_tree().find([USER, answer, tool("5")], "f")
+    match = small_tree().find([USER, answer, tool("5")], SETTING)
     assert (match.parent, match.index) == (None, 0)
     assert match.fork == Fork(message=1, field=field)
 
@@ -119,14 +121,17 @@ def test_an_edited_answer_forks(answer: dict[str, Any], field: str) -> None:
 def test_forks_record_the_first_message_that_differs() -> None:
     """Another system prompt, a compacted history, other tools, and the same request again each fork with a reason."""
     tree = small_tree()
-    assert tree.find([USER, called(), tool("5")], "f").fork == Fork(message=3, field="sibling")
-    assert tree.find([{"role": "system", "content": "New."}, USER], "f").fork == Fork(message=0, field="role")
-    assert tree.find([USER, called(), tool("5")], "other").fork == Fork(message=0, field="tools")
-    assert tree.find([USER, called(), tool("5"), {"role": "user", "content": "So?"}], "f").fork == Fork(
+    assert tree.find([USER, called(), tool("5")], SETTING).fork == Fork(message=3, field="sibling")
+    assert tree.find([{"role": "system", "content": "New."}, USER], SETTING).fork == Fork(message=0, field="role")
+    for name, changed in (("tools", [{}]), ("variables", {"a": 1}), ("model", "n")):
+        match = tree.find([USER, called(), tool("5")], {**SETTING, name: changed})
+        assert (match.parent, match.fork) == (None, Fork(message=0, field=name))
+        assert (match.other is None) == (name == "model")
+    assert tree.find([USER, called(), tool("5"), {"role": "user", "content": "So?"}], SETTING).fork == Fork(
         message=3, field="role"
     )
     continued = [USER, called(), tool("5"), {"role": "assistant", "content": "It is 5."}, USER]
-    match = tree.find(continued, "f")
+    match = tree.find(continued, SETTING)
     assert (match.parent and match.parent.id, match.index, match.fork) == ("t1", 4, None)
 
 
@@ -135,7 +140,7 @@ def test_of_equal_turns_the_one_whose_id_comes_back_is_continued_else_the_last_c
     tree = SessionTree()
     for number in range(4):
         add(tree, f"t{number}", None, [USER], called(call_id=f"c{number}"), is_complete=number != 3)
-    found = [tree.find([USER, called(call_id=each), tool("5")], "f").parent for each in ("c1", "gone", "c3")]
+    found = [tree.find([USER, called(call_id=each), tool("5")], SETTING).parent for each in ("c1", "gone", "c3")]
     assert [turn and turn.id for turn in found] == ["t1", "t2", "t3"]
 
 
@@ -143,7 +148,7 @@ def test_the_longest_branch_is_continued() -> None:
     """If two branches have equal turns, the one with more of the history is continued."""
     tree = small_tree()
     add(tree, "t2", None, [USER], called())
-    match = tree.find([USER, called(), tool("5"), {"role": "assistant", "content": "It is 5."}, USER], "f")
+    match = tree.find([USER, called(), tool("5"), {"role": "assistant", "content": "It is 5."}, USER], SETTING)
     assert match.parent is not None
     assert match.parent.id == "t1"
 

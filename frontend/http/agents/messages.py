@@ -105,7 +105,10 @@ def translate_message(body: CountTokensBody) -> ChatBody:
         HttpError: 400, naming the field.
     """
     refuse_fields(body, REFUSED)
-    for index, edit in enumerate(_edits(body.context_management)):
+    edits = (body.context_management or {}).get("edits", [])
+    if not isinstance(edits, list):
+        raise invalid("context_management.edits", f"is {describe(edits)}", "a list")
+    for index, edit in enumerate(edits):
         if not isinstance(edit, dict) or edit.get("keep") != "all":
             raise unsupported(
                 f"context_management.edits[{index}]", "the service edits no histories", allowed='keep "all"'
@@ -133,13 +136,6 @@ def translate_message(body: CountTokensBody) -> ChatBody:
         reasoning_effort=config.effort,
         user=metadata["user_id"] if isinstance(metadata.get("user_id"), str) else None,
     )
-
-
-def _edits(given: JsonObject | None) -> list[Any]:
-    edits = (given or {}).get("edits", [])
-    if not isinstance(edits, list):
-        raise invalid("context_management.edits", f"is {describe(edits)}", "a list")
-    return edits
 
 
 def read_messages(body: CountTokensBody) -> list[JsonObject]:

@@ -189,11 +189,11 @@ class History:
             HttpError: 400, no call before it has this id, or the call has a result already.
         """
         if self._open_calls.pop(call_id, None) is None:
-            raise invalid(field, f"is {describe(call_id)}, and no call without a result has this id", self._allowed())
+            allowed = (
+                ", ".join(map(describe, list(self._open_calls)[:8])) or "no result, because all calls have results"
+            )
+            raise invalid(field, f"is {describe(call_id)}, and no call without a result has this id", allowed)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-
-    def _allowed(self) -> str:
-        return ", ".join(map(describe, list(self._open_calls)[:8])) or "no result, because all calls have results"
 
     def check_answered(self, before: str) -> None:
         """Check that every call has a result.

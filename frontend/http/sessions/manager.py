@@ -136,7 +136,8 @@ class Sessions:
     async def claim(self, session: Session, turn: RunningTurn, *, is_retry: bool) -> None:
         """Claim a turn for this service. `release` gives it back.
 
-        The claim of a service that is gone is replaced. If that service was only frozen, it abandons its turn.
+        The claim of a service that is gone is replaced. If that service was only frozen, it abandons its turn. A claim
+        of this service, whose write had no answer or which was not given back, is replaced too.
 
         Args:
             is_retry: True: the turn may run already.
@@ -150,7 +151,8 @@ class Sessions:
         key = f"{prefix}.{'key' if turn.retry_key else secrets.token_hex(8)}"
         held = await self.store.read_claim(name, f"{prefix}.*") if is_retry else None
         claim = Claim(key=key if held is None else held[0].key, service=self._service, until=now + CLAIM_S)
-        if held is None or now > held[0].until:
+        # A retry of a turn that runs here has its answer, and does not come here.
+        if held is None or now > held[0].until or held[0].service == self._service:
             sequence = await self.store.write_claim(name, claim, 0 if held is None else held[1])
             turn.claim = None if sequence is None else (claim, sequence)
         if turn.claim is None:
@@ -303,13 +305,10 @@ class Sessions:
 
     async def set_reward(self, session: Session, turn: str | None, reward: float) -> None:
         """Set the reward of a turn, or of the session if `turn` is None."""
-
-        def rewarded(head: SessionHead) -> SessionHead:
-            if turn is None:
-                return replace(head, reward=reward)
-            return replace(head, rewards={**head.rewards, turn: reward})
-
-        await self.change(session, rewarded)
+        if turn is None:
+            await self.change(session, lambda head: replace(head, reward=reward))
+        else:
+            await self.change(session, lambda head: replace(head, rewards={**head.rewards, turn: reward}))
 
     async def rows(self, session: Session, turns: Sequence[Turn]) -> dict[str, Rows]:
         """Return the rows of turns, by the turn's id."""

@@ -34,6 +34,9 @@ from .manager import KEY, Session, digest_of, has_key, wrong_key
 from .store import Policy, SessionHead, SessionLimits
 from .turns import END_TIMEOUT_S, end_join, serve_turn
 
+OF_TURNS: Final = ("id", "request_id", "parent", "finish_reason", "num_sampled", "is_complete", "join", "fork")
+"""What the answers about a session have of each turn."""
+
 
 class OpenBody(SessionLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A new session. All fields have defaults."""
@@ -116,19 +119,7 @@ def _answer(session: Session, **more: str) -> SessionAnswer:
         num_tokens=tree.num_tokens,
         row_bytes=head.row_bytes,
         cost=tree.cost,
-        turns=[
-            {
-                "id": turn.id,
-                "request_id": turn.request_id,
-                "parent": turn.parent,
-                "finish_reason": turn.finish_reason,
-                "num_sampled": turn.num_sampled,
-                "is_complete": turn.is_complete,
-                "join": turn.join,
-                "fork": turn.fork,
-            }
-            for turn in tree.turns.values()
-        ],
+        turns=[{name: getattr(turn, name) for name in OF_TURNS} for turn in tree.turns.values()],
         **more,
     )
 

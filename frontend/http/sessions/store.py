@@ -8,7 +8,7 @@ import base64
 import logging
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,7 @@ from ....bus.nats.jetstream import (
     put,
 )
 from ....bus.subjects import session_bucket
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import BusBroken
 from ....schemas.rows import RowDtype
 from ...sessions.errors import SessionError
@@ -136,10 +137,10 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True):
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """A running turn, which its service stores so that no other service runs a retry of it."""
 
-    key: str
+    key: str = ""
     """Key of the claim in the bucket, without the session."""
-    service: str
-    until: float
+    service: str = ""
+    until: float = 0.0
     """Unix time after which the service is gone, if it has not stored the claim again."""
 
 
@@ -156,7 +157,7 @@ class SessionStore:
 
     async def read(self, session: str) -> SessionHead | None:
         """Return the head of a session; None: there is no such session."""
-        found = await self._thread.run(self._get(f"{session}.head"))
+        found = await self._get(f"{session}.head")
         return None if found is None else msgspec.json.decode(found[0], type=SessionHead)
 
     async def create(self, head: SessionHead) -> None:
@@ -169,7 +170,7 @@ class SessionStore:
             await self._thread.run(ensure_session_bucket(self._nats, self._fleet))
         except ApiError as error:
             raise BusBroken(f"the bucket of sessions cannot be created: {error}") from error
-        await self._thread.run(self._put(f"{head.id}.head", msgspec.json.encode(head), 0))
+        await self._put(f"{head.id}.head", msgspec.json.encode(head), 0)
 
     async def change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> SessionHead:
         """Write the head that `change` returns, and return it. `change` is called again if another write was first.
@@ -177,9 +178,6 @@ class SessionStore:
         Raises:
             SessionError: `unknown_session`; `session_limit`: the bucket is full.
         """
-        return await self._thread.run(self._change(session, change))
-
-    async def _change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> SessionHead:
         retries = Retries()
         for _ in range(MAX_TRIES):
             try:
@@ -207,7 +205,7 @@ class SessionStore:
         size = min(PART_BYTES, self._nats.max_payload - HEADROOM_BYTES)
         starts = range(0, len(data), size)
         for number, start in enumerate(starts):
-            await self._thread.run(self._put(f"{session}.{name}.{number}", data[start : start + size], None))
+            await self._put(f"{session}.{name}.{number}", data[start : start + size], None)
         return len(starts)
 
     async def get(self, session: str, name: str, parts: int) -> bytes:
@@ -218,16 +216,27 @@ class SessionStore:
         """
         found = []
         for number in range(parts):
-            part = await self._thread.run(self._get(f"{session}.{name}.{number}"))
+            part = await self._get(f"{session}.{name}.{number}")
             if part is None:
                 raise unknown_session(session)
             found.append(part[0])
         return b"".join(found)
 
     async def read_claim(self, session: str, key: str) -> tuple[Claim, int] | None:
-        """Return a claim with its sequence number; None: there is none. A key may end with a wildcard."""
-        found = await self._thread.run(self._get(f"{session}.{key}"))
-        return None if found is None else (msgspec.json.decode(found[0], type=Claim), found[1])
+        """Return a claim with its sequence number; None: there is none. A key may end with a wildcard.
+
+        What another version of the service wrote may lack fields, or be unreadable: it then delays no retry. Of equal
+        turns, only one is closed as complete.
+        """
+        found = await self._get(f"{session}.{key}")
+        if found is None:
+            return None
+        data, sequence, subject = found
+        try:
+            claim = msgspec.json.decode(data, type=Claim)
+        except msgspec.DecodeError:
+            claim = Claim()
+        return replace(claim, key=subject.removeprefix(f"{self._subjects}.{session}.")), sequence
 
     async def write_claim(self, session: str, claim: Claim, sequence: int) -> int | None:
         """Store a claim. Return its sequence number; None: another write of its key was first.
@@ -235,7 +244,7 @@ class SessionStore:
         Args:
             sequence: number of the claim that it replaces, 0: none.
         """
-        return await self._thread.run(self._put(f"{session}.{claim.key}", msgspec.json.encode(claim), sequence))
+        return await self._put(f"{session}.{claim.key}", msgspec.json.encode(claim), sequence)
 
     async def delete(self, session: str, key: str = ">", sequence: int | None = None) -> None:
         """Delete one key of a session, or all.
@@ -243,24 +252,14 @@ class SessionStore:
         Args:
             sequence: number of the message that is deleted; a later one stays. None: whatever there is.
         """
-        body: dict[str, Any] = {"filter": f"{self._subjects}.{session}.{key}"}
-        await self._thread.run(
-            find(
-                self._nats,
-                f"STREAM.PURGE.{self._stream}",
-                body if sequence is None else {**body, "seq": sequence + 1},
-                absent={NO_STREAM},
-                failing="the session cannot be deleted",
-            )
-        )
+        body: JsonObject = {"filter": f"{self._subjects}.{session}.{key}"}
+        body = body if sequence is None else {**body, "seq": sequence + 1}
+        await self._find("PURGE", body, "the session cannot be deleted")
 
     async def names(self) -> list[str]:
         """Return the ids of all sessions."""
         body = {"subjects_filter": f"{self._subjects}.*.head"}
-        failing = "the sessions cannot be listed"
-        info = await self._thread.run(
-            find(self._nats, f"STREAM.INFO.{self._stream}", body, absent={NO_STREAM}, failing=failing)
-        )
+        info = await self._find("INFO", body, "the sessions cannot be listed")
         return [subject.split(".")[-2] for subject in (info or {"state": {}})["state"].get("subjects") or {}]
 
     async def sweep(self) -> int:
@@ -275,19 +274,21 @@ class SessionStore:
                 left += 1
         return left
 
-    async def _get(self, key: str) -> tuple[bytes, int] | None:
-        question: dict[str, Any] = {"last_by_subj": f"{self._subjects}.{key}"}
-        answer = await find(
-            self._nats,
-            f"STREAM.MSG.GET.{self._stream}",
-            question,
-            absent={NO_STREAM, NO_MESSAGE},
-            failing="the session cannot be read",
-            timeout_s=TRY_S,
-        )
+    async def _find(
+        self, operation: str, body: JsonObject, failing: str, absent: int = NO_STREAM, timeout_s: float | None = None
+    ) -> JsonObject | None:
+        asked = f"STREAM.{operation}.{self._stream}"
+        none = {NO_STREAM, absent}
+        return await self._thread.run(find(self._nats, asked, body, absent=none, failing=failing, timeout_s=timeout_s))
+
+    async def _get(self, key: str) -> tuple[bytes, int, str] | None:
+        """Return the last message of a key with its sequence number and its subject; None: there is none."""
+        question: JsonObject = {"last_by_subj": f"{self._subjects}.{key}"}
+        answer = await self._find("MSG.GET", question, "the session cannot be read", NO_MESSAGE, TRY_S)
         if answer is None:
             return None
-        return base64.b64decode(answer["message"].get("data", "")), answer["message"]["seq"]
+        message = answer["message"]
+        return base64.b64decode(message.get("data", "")), message["seq"], message["subject"]
 
     async def _put(self, key: str, data: bytes, sequence: int | None) -> int | None:
         """Store a message. Return its sequence number; None: another write of this key was first.
@@ -299,7 +300,7 @@ class SessionStore:
         if sequence is not None:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(sequence)
         try:
-            return await put(self._nats, f"{self._subjects}.{key}", data, headers)
+            return await self._thread.run(put(self._nats, f"{self._subjects}.{key}", data, headers))
         except ApiError as error:
             if error.code in WRONG_LAST_SEQUENCE:
                 return None

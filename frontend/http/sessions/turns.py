@@ -38,7 +38,7 @@ from ..chat import template_message
 from ..edge import given_request_id
 from ..errors import HttpError, http_error, invalid
 from ..openai.body import ChatBody
-from ..openai.requests import BodyPrompt, chat_tools, template_variables
+from ..openai.requests import BodyPrompt, chat_tools, given_values, template_variables
 from ..openai.routes import AskedTurn
 from ..openai.shapes import RequestClock
 from ..requests import RequestTarget, find_target, id_headers
@@ -59,6 +59,9 @@ NOT_IN_SESSIONS: Final = {
     "add_special_tokens": "the session makes the prompt",
     "prompt_logprobs": "the session sends only new messages",
     "routed_experts_prompt_start": "the session sets it",
+    **dict.fromkeys(
+        ("nvext.token_data", "nvext.routed_experts_prompt_start", "nvext.extra_fields"), "read the session's samples"
+    ),
 }
 """Fields that a turn may not have, with the reason."""
 
@@ -73,15 +76,12 @@ def check_turn(body: ChatBody) -> None:
         raise invalid("messages", "is missing", "at least one message")
     if len(body.messages) > MAX_MESSAGES:
         raise invalid("messages", f"has {len(body.messages)} messages", f"up to {MAX_MESSAGES}")
-    for name, reason in NOT_IN_SESSIONS.items():
-        if getattr(body, name, None) not in (None, False):
-            raise invalid(name, f"is given in a session: {reason}", "null")
+    for name, value in given_values(body, *NOT_IN_SESSIONS).items():
+        if value is not False:
+            raise invalid(name, f"is given in a session: {NOT_IN_SESSIONS[name]}", "null")
     if body.continue_final_message:
         reason = "continues a message of the assistant, and a session samples whole answers"
         raise invalid("continue_final_message", reason, "null, and a last message of the user or a tool")
-    for name in ("token_data", "routed_experts_prompt_start", "extra_fields"):
-        if body.nvext is not None and getattr(body.nvext, name) is not None:
-            raise invalid(f"nvext.{name}", "is given in a session", "null: read the session's samples")
     for name in ("add_generation_prompt", "detokenize"):
         if getattr(body, name) is False:
             raise invalid(name, "is false in a session", "true")
@@ -132,24 +132,31 @@ async def end_join(service: Service, request: Request, session: Session, leaf: T
     if leaf.join != TAIL or leaf.id in session.ends:
         return session.ends.get(leaf.id, leaf.join)
     tree = session.tree
-    setting = tree.path(leaf)[0].setting
-    if setting is None:
-        return UNCHECKED
+    setting = tree.setting(leaf)
     try:
         left_s = max(deadline - time.monotonic(), MIN_LEFT_S)
         target = await find_target(service, request, setting["model"], left_s)
         template = _template_of(await service.tokenizer(target.worker), setting, session)
-        equal = await asyncio.to_thread(template.check, tree.pieces(leaf), tree.messages(leaf)[:-1])
+        others, pieces = _others(template, session, leaf, leaf.frame), tree.pieces(leaf)
+        num_equal = await asyncio.to_thread(template.check, pieces, tree.messages(leaf)[:-1], others=others)
     except (HttpError, RollbusError) as error:
         logger.info("session.end_unchecked session=%s error=%s", session.head.id, error)
         return UNCHECKED
-    session.ends[leaf.id] = UNCHECKED if equal is None else CHECKED if equal else DIFFERS
+    join = CHECKED if num_equal == len(pieces) else DIFFERS
+    session.ends[leaf.id] = UNCHECKED if num_equal is None else join
     return session.ends[leaf.id]
 
 
 def _template_of(tokenizer: Tokenizer, setting: JsonObject, session: Session) -> ChatTemplate:
     form = partial(template_message, "messages")
     return ChatTemplate(tokenizer, setting["tools"], setting["variables"], form, session.head.opened_at)
+
+
+def _others(template: ChatTemplate, session: Session, turn: Turn, frame: str) -> list[ChatTemplate]:
+    """Return the template with each setting, besides that of `frame`, of the turns up to `turn`."""
+    path = session.tree.path(turn)
+    settings = {each.frame: each.setting for each in path if each.setting and each.frame != frame}
+    return [_template_of(template.tokenizer, each, session) for each in settings.values()]
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,6 @@ class _Job:
     reserved: int = 0
     reserved_cost: float = 0.0
     setting: JsonObject = field(default_factory=dict)
-    frame: str = ""
 
     async def run(self) -> None:
         """Answer the turn and store it. All errors end the answer."""
@@ -344,14 +350,12 @@ class _Job:
         tools, variables = chat_tools(self.asked.body), template_variables(self.asked.body)
         self.setting = {"model": target.name, "tools": tools, "variables": variables}
         template = _template_of(tokenizer, self.setting, self.session)
-        frame = frame_of(self.setting)
         history = self.asked.body.messages or []
         for index, message in enumerate(history):
             template_message(f"messages[{index}]", message)
             self._check_seal(f"messages[{index}]", message)
-        self.match = self.session.tree.find(history, frame)
-        ids = await asyncio.to_thread(self._join, template, history)
-        self.frame = frame
+        self.match = self.session.tree.find(history, self.setting)
+        ids = await asyncio.to_thread(self._join, template, history, self.match)
         return BodyPrompt(ids, "messages")
 
     def _check_seal(self, field: str, message: JsonObject) -> None:
@@ -370,41 +374,46 @@ class _Job:
         if given.strip() not in ("", served.strip()):
             raise invalid(f"{field}.reasoning", "is not what was signed", "the reasoning as it was served, or none")
 
-    def _join(self, template: ChatTemplate, history: Sequence[JsonObject]) -> list[int]:
+    def _join(self, template: ChatTemplate, history: Sequence[JsonObject], found: Match) -> list[int]:
         """Return the ids of the prompt: those of the parent and the new messages, or a rendering of all."""
-        tree, match = self.session.tree, self.match
-        if match is not None and match.parent is not None:
+        tree, fork = self.session.tree, found.fork
+        for match in (found.other, found):
+            if match is None or match.parent is None:
+                continue
             parent, new = match.parent, list(history[match.index :])
+            before = tree.messages(parent)
             try:
-                tail = template.tail(parent.answer, parent.ended_by, new)
-            except CannotJoin:
-                tail = None
-            problem = "template" if tail is None else self._check(template, parent, tail, new)
-            if tail is not None and problem is None:
-                self.prompt = tail
-                return [*tree.token_ids(parent).tolist(), *tail]
-            self.match = Match(None, 0, Fork(message=match.index, field=problem or "template"))
-        self.join = WHOLE
+                tail = template.tail(parent.answer, parent.ended_by, new, before[:-1])
+            except CannotJoin as error:
+                problem: Fork | None = Fork(message=match.index, field=str(error))
+            else:
+                problem = self._check(template, match, tail, [*before, *new])
+                if problem is None:
+                    self.match, self.prompt = match, tail
+                    return [*tree.token_ids(parent).tolist(), *tail]
+            fork = problem if match is found else fork
+        self.match, self.join = Match(None, 0, fork), WHOLE
         self.prompt = template.whole(history)
         return list(self.prompt)
 
-    def _check(self, template: ChatTemplate, parent: Turn, tail: list[int], new: list[JsonObject]) -> str | None:
+    def _check(self, template: ChatTemplate, match: Match, tail: list[int], messages: list[JsonObject]) -> Fork | None:
         """Return why the prompt is not what the template makes of the messages; None: it is, or was not compared."""
-        tree, path = self.session.tree, self.session.tree.path(parent)
-        is_strict = self.session.head.reasoning == "template"
-        depth = len(path) + 1
-        self.join = TAIL
-        if depth & (depth - 1) and not is_strict:
+        tree, is_strict = self.session.tree, self.session.head.reasoning == "template"
+        path, pieces = tree.path(match.parent), [*tree.pieces(match.parent), tail]
+        self.join, frame = TAIL, frame_of(self.setting)
+        is_due = not len(pieces) & (len(pieces) - 1) or path[-1].frame != frame
+        if not is_due and not is_strict:
             return None
-        pieces = [*tree.pieces(parent), tail]
-        messages = [*tree.messages(parent), *new]
-        equal = template.check(pieces, messages)
-        if equal and is_strict:
+        others = _others(template, self.session, path[-1], frame)
+        num_equal = template.check(pieces, messages, others=others)
+        if num_equal == len(pieces) and is_strict:
             kept = [turn.answer.get("reasoning") or "" for turn in path]
-            if template.check(pieces, messages, kept) is False:
-                return "reasoning_dropped"
-        self.join = UNCHECKED if equal is None else CHECKED
-        return "template" if equal is False else None
+            if template.check(pieces, messages, kept, others) not in (None, len(pieces)):
+                return Fork(message=match.index, field="reasoning_dropped")
+        self.join = UNCHECKED if num_equal is None else CHECKED
+        if num_equal in (None, len(pieces)):
+            return None
+        return Fork(message=sum(turn.num_messages for turn in path[:num_equal]), field="template")
 
     # The closed turn.
 
@@ -426,12 +435,13 @@ class _Job:
                 parent=None if parent is None else parent.id,
                 messages=list((self.asked.body.messages or [])[self.match.index :]),
                 answer=self.served.message(choice),
-                frame=self.frame,
-                setting=self.setting if parent is None else None,
+                frame=frame_of(self.setting),
+                setting=self.setting if parent is None or parent.frame != frame_of(self.setting) else None,
                 prompt_ids=ids_bytes(list(self.prompt)),
                 token_ids=ids_bytes(tokens.ids),
                 logprobs=np.asarray(tokens.scores.logprobs, "<f4").tobytes(),
                 weight_versions=ids_bytes(tokens.weight_versions),
+                lora_versions=b"" if tokens.lora_versions is None else ids_bytes(tokens.lora_versions),
                 kv_from=tokens.kv_from,
                 finish_reason=str(choice.finish_reason or "error"),
                 ended_by=self._ended_by(choice, int(tokens.ids[-1])),
