@@ -96,15 +96,11 @@ def canonical_arguments(arguments: object) -> str:
     Text that is not JSON is returned without blanks at its ends.
     """
     try:
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-        found = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+        text, number = arguments if isinstance(arguments, str) else json.dumps(arguments or {}), NUMBER.__add__
+        found = json.loads(text, parse_int=number, parse_float=number, parse_constant=number)
         return json.dumps(found, sort_keys=True)
     except (ValueError, TypeError, RecursionError):
         return arguments.strip() if isinstance(arguments, str) else repr(arguments)
-
-
-def _number(written: str) -> str:
-    return NUMBER + written
 
 
 def frame_of(setting: Mapping[str, Any]) -> str:

@@ -53,11 +53,6 @@ class BlockWriter:
         self._blanks: dict[Kind, list[str]] = {"reasoning": [], "text": []}
         self._calls: dict[int, tuple[CallPart, list[str]]] = {}
 
-    @property
-    def has_calls(self) -> bool:
-        """True if the answer has a tool call."""
-        return bool(self._calls)
-
     def begin(self, usage: Usage) -> list[JsonObject]:
         """Return the events before the first block."""
         raise NotImplementedError

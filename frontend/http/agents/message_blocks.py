@@ -104,7 +104,7 @@ class MessageWriter(BlockWriter):
         reason, stop = "end_turn", None
         if end.finish_reason == "length":
             reason = "model_context_window_exceeded" if end.is_full else "max_tokens"
-        elif self.has_calls:
+        elif self._calls:
             reason = "tool_use"
         elif isinstance(end.stop, str):
             reason, stop = "stop_sequence", end.stop

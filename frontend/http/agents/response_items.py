@@ -14,6 +14,11 @@ PREFIXES: Final = {"reasoning": "rs", "text": "msg"}
 """Beginnings of the ids of items."""
 TEXT_TYPES: Final = {"reasoning": "reasoning_text", "text": "output_text"}
 """Types of an item's content."""
+AS_GIVEN: Final = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("safety_identifier", "user"),
+)
+"""Fields that an answer has as its request."""
 FAILED: Final = "server_error"
 """Code of the error in a response. The client's enum has no other code that fits."""
 
@@ -41,20 +46,13 @@ class ResponseWriter(BlockWriter):
             "created_at": int(time.time()),
             "status": "in_progress",
             "background": False,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
+            **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+            **{name: getattr(body, name) for name in AS_GIVEN},
             "metadata": body.metadata or {},
             "model": model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": reasoning.effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -64,8 +62,6 @@ class ResponseWriter(BlockWriter):
             "top_logprobs": 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-            "usage": None,
-            "user": body.user,
         }
 
     def _event(self, kind: str, /, **fields: object) -> JsonObject:

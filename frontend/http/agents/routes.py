@@ -113,11 +113,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         target = await find_target(service, request, body.model, body.timeout_s)
         shown = msgspec.structs.replace(chat, tool_choice="none")
         read_question(shown, None)
-
-        async def load() -> Any:
-            return await service.tokenizer(target.worker)
-
-        prompt = await chat_prompt(shown, load)
+        prompt = await chat_prompt(shown, partial(service.tokenizer, target.worker))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 
