@@ -29,6 +29,15 @@ STARTED_FIRST = (
 processes would wait for it."""
 ALL_NEED_AN_ENGINE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.vllm\b", re.MULTILINE)
 """Files without a test for the part of `.ci/test` without engines."""
+LOADS_TORCH = re.compile(
+    r"^(from|import) (torch|transformers|bench\.(routing_ways|scale|trainer)|rollbus\.trainer|"
+    r"rollbus\.integrations\.(sessions|verl))\b",
+    re.MULTILINE,
+)
+"""Files that import torch, directly or by one of these modules, or matplotlib. Their tests have the marker `torch`, and
+run in the part with engines: its processes import torch anyway, and there are half as many of them."""
+PARTS = {"not vllm and not torch": False, "vllm or torch": True}
+"""The expressions of the two parts of `.ci/test`. True: the part with engines."""
 ENGINE_TESTS = Path(__file__).with_name("engine")
 USES_ENGINES = re.compile(r"def test_\w+\([^)]*\b(moe|dense|reloaded): RunningEngine\b")
 
@@ -45,6 +54,7 @@ OWN_CACHE = pytest.StashKey[OwnCache]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run its own cache directory, which processes of pytest-xdist inherit."""
+    config.addinivalue_line("markers", "torch: its file imports torch (tests/conftest.py)")
     gc.disable()
     if RUN not in os.environ:
         config.stash[OWN_CACHE] = OwnCache()
@@ -68,11 +78,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import only files with selected tests in the two parts of `.ci/test`: each of nine processes collects them."""
-    part = config.option.markexpr
-    if collection_path.suffix != ".py" or part not in {"vllm", "not vllm"}:
+    has_engines = PARTS.get(config.option.markexpr)
+    if collection_path.suffix != ".py" or has_engines is None:
         return None
+    if loads_torch(collection_path):
+        return not has_engines or None
     text = collection_path.read_text()
-    return ("mark.vllm" not in text if part == "vllm" else bool(ALL_NEED_AN_ENGINE.search(text))) or None
+    return ("mark.vllm" not in text if has_engines else bool(ALL_NEED_AN_ENGINE.search(text))) or None
+
+
+@cache
+def loads_torch(file: Path) -> bool:
+    """Return True if a file of tests imports torch."""
+    return file.name.startswith("test_") and bool(LOADS_TORCH.search(file.read_text()))
 
 
 def pytest_collection_finish() -> None:
@@ -87,6 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "nats_url" in getattr(item, "fixturenames", ()) or item.get_closest_marker("vllm") is not None:
             item.add_marker("slow")
+        if loads_torch(item.path):
+            item.add_marker("torch")
     items.sort(key=lambda item: [item.nodeid.startswith(f"{file}::") for file in STARTED_FIRST], reverse=True)
 
 
