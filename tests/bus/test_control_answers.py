@@ -71,15 +71,6 @@ async def test_a_lost_command_is_repeated_to_workers_without_a_final_ack(nats_ur
         assert [command.workers for command in repeats] == [None, ("b",), ("b",)]
 
 
-@pytest.mark.usefixtures("brief")
-async def test_a_lost_final_ack_is_requested_again(nats_url: str, fleet: str) -> None:
-    """If only the ack `accepted` has arrived, the worker receives the command again and repeats its final ack."""
-    async with controlled(nats_url, fleet, "a") as control:
-        control["a"].reply = lambda _: (ACCEPTED,) if len(control["a"].heard) < 2 else (APPLIED,)
-
-        assert (await control.rb.fleet.pause()).is_complete
-
-
 async def test_invalid_acks_and_acks_for_other_workers_are_ignored(nats_url: str, fleet: str) -> None:
     """The controller counts acks that do not decode or that name another worker, and ignores them."""
     async with controlled(nats_url, fleet, "a", "b") as control:

@@ -445,41 +445,6 @@ async def have(event: str, url: str, fleet: str) -> None:
                 check_generation(each, request, routing=False)
 
 
-async def test_another_client_keeps_the_queue_order_during_a_flood_of_groups(nats_url: str, fleet: str) -> None:
-    """Requests of another client are served in the order of the queue, while a flood of groups continues."""
-    async with (
-        fleet_of(nats_url, fleet, 2) as (flooder, workers),
-        rollbus.connect(nats_url, fleet=fleet, client="bob") as bob,
-        asyncio.TaskGroup() as tasks,
-    ):
-        await bob.fleet.wait_for_workers(2)
-
-        async def flood(number: int) -> None:
-            while True:
-                await flooder.complete(group(number))
-                number += 100
-
-        floods = [tasks.create_task(flood(number)) for number in range(8)]
-        await until_true(lambda: num_waiting(workers) > 0)
-        for number in range(20):
-            prompt = [9, *([number + 2] * 20)]
-            await bob.complete(GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=4)))
-        assert not any(each.done() for each in floods)
-        for each in floods:
-            each.cancel()
-
-
-async def test_a_cancelled_call_leaves_no_follower_behind(nats_url: str, fleet: str) -> None:
-    """A cancelled call leaves no sample in the queue, at the client or in a backlog, and frees the slots."""
-    async with fleet_of(nats_url, fleet, 1) as (rb, workers), asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(rb.complete(group(number, max_tokens=2000))) for number in range(4)]
-        await until_true(lambda: num_waiting(workers) > 0)
-        for call in calls:
-            call.cancel()
-        await until_true(lambda: not num_waiting(workers) and workers[0][0].presence().in_flight == 0)
-        assert len((await rb.complete(group(9))).siblings) == GROUP - 1
-
-
 @pytest.mark.parametrize("has_backlog", [True, False])
 async def test_a_turn_of_a_session_waits_at_its_full_worker(nats_url: str, fleet: str, has_backlog: bool) -> None:
     """The second turn goes to the full worker of the first, which may reject it, and then to the queue.

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,13 +11,12 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import Unanswered, ask, put
 from rollbus.bus.objects import writer
 from rollbus.bus.objects.layout import ObjectInfo
-from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.objects.writer import delete_stored
 from rollbus.bus.protocol.weights import chain
 from rollbus.bus.publish import publication, versions
 from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
-from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, Holder, decode_manifest
+from rollbus.schemas.manifest import ChainRecord, Holder
 from tests.support.nats_server import opened, require_binary
 from tests.support.versions import fresh_store, manifest_of, opened_store, parts_in, publish, versions_bucket
 from tests.support.waits import SOON_S
@@ -27,23 +24,6 @@ from tests.support.waits import SOON_S
 pytestmark = pytest.mark.slow
 
 MEGABYTE = 1024 * 1024
-
-KILLED = """
-import asyncio, sys
-from rollbus.bus.publish.versions import VersionStore
-from rollbus.bus.subjects import Subjects
-
-async def main():
-    store = VersionStore(sys.argv[1], Subjects(sys.argv[2]), "m", publisher="alice")
-    await store.open()
-    publication = store.begin(1)
-    await publication.put("a.safetensors", [bytes(3 * 1024**2)])
-    await store.note_recorded("b/versions/0")  # all that was put before it is stored
-    print("stored", flush=True)
-    await asyncio.sleep(1000)
-
-asyncio.run(main())
-"""
 
 
 @contextlib.asynccontextmanager
@@ -56,33 +36,6 @@ async def own_server(*, max_bytes: int = 64 * MEGABYTE) -> AsyncIterator[tuple[E
         versions_bucket(nats, max_bytes=max_bytes) as (fleet, bucket),
     ):
         yield server, nats, fleet, bucket
-
-
-async def test_objects_of_a_publisher_killed_before_its_manifest_are_deleted(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a publisher is killed before its manifest, readers see no version.
-
-    The next incarnation deletes its objects.
-    """
-    monkeypatch.setattr(chain, "LEASE_S", 1.0)
-    monkeypatch.setattr(chain, "MARGIN_S", 0.0)
-    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", KILLED, nats_url, fleet, stdout=asyncio.subprocess.PIPE
-        )
-        assert await process.stdout.readline() == b"stored\n"
-        process.kill()
-        assert await process.wait() == -signal.SIGKILL
-
-        assert await parts_in(nats, bucket) == 1
-        async with opened_store(nats_url, fleet) as store:
-            assert (store.epoch, store.record.links) == (2, ())
-            assert await parts_in(nats, bucket) == 0
-            objects = await publish(store, 1)
-            assert await parts_in(nats, bucket) == 2
-        async with ObjectReader(nats_url, name="test").open_folder(objects) as folder:
-            assert decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES)).version == 1
 
 
 async def test_a_server_restart_during_an_upload_fails_the_publication(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,28 +62,6 @@ async def test_a_server_restart_during_an_upload_fails_the_publication(monkeypat
         assert await parts_in(nats, bucket) == 0
         await publish(store, 1)
         assert (store.epoch, [link.version for link in store.record.links]) == (1, [1])
-
-
-async def test_a_server_restart_before_the_chain_record_delays_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server restarts before the chain record is written, the commit waits for the server and counts once."""
-    real = ChainKey.write
-    killed: list[int] = []
-
-    async with own_server() as (server, nats, fleet, bucket), opened_store(server.url, fleet) as store:
-
-        async def write(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
-            if record.links and not killed:
-                killed.append(await parts_in(nats, bucket))
-                await server.kill()
-                await server.restart()
-            return await real(key, record, sequence)
-
-        monkeypatch.setattr(ChainKey, "write", write)
-        objects = await publish(store, 1)
-        assert killed == [2]
-        assert [link.objects for link in store.record.links] == [objects]
-        record = await read_chain(nats, fleet, "m")
-        assert [link.objects for link in record.links] == [objects]
 
 
 @pytest.mark.parametrize("is_stored", [True, False])

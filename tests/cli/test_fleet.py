@@ -137,35 +137,6 @@ def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:
             assert (rows.dtype, described["dtype"], described["start"]) == (np.uint8, "u1", 0)
 
 
-def test_options_are_defaults_and_samples_share_a_line(nats: str, tmp_path: Path) -> None:
-    """Options are defaults for the lines, and n samples are one line, without rows if not requested."""
-    path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "max_tokens": 2})
-    options = ("--max-tokens", "3", "-n", "2", "--seed", "5", "--routed-experts", "none")
-
-    code, report, _ = generate(nats, path, *options)
-
-    results = read(tmp_path / "out.jsonl")
-    assert (code, report["tokens"], report["npz"]) == (0, 10, None)
-    assert [len(results[i]["token_ids"]) for i in (0, 1)] == [3, 2]
-    assert [len(results[i]["siblings"]) for i in (0, 1)] == [1, 1]
-    assert results[0]["routed_experts"] is None
-
-
-def test_failed_prompts_are_listed_and_retried(nats: str, tmp_path: Path) -> None:
-    """A failed prompt gives exit code 1 without affecting others, and the next run retries only that prompt."""
-    path = write(
-        tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [2]}
-    )
-
-    first, second = generate(nats, path), generate(nats, path)
-
-    assert [(code, report["done"], report["failed"]) for code, report, _ in (first, second)] == [(1, 2, 1), (1, 0, 1)]
-    results = read(tmp_path / "out.jsonl")
-    assert sorted(results) == [0, 1, 2]
-    assert results[1]["error"]["code"] == "invalid_request"
-    assert results[1]["error"]["field"].startswith("prompt_token_ids")
-
-
 def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
     """After SIGKILL, the same command finishes the run with each prompt and each array exactly once."""
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(1000)))

@@ -16,7 +16,7 @@ from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.local.http import bind_address
 from tests.cli.support import ENV, command, descendants_of, rollbus, running_up
 from tests.support.processes import becomes_true
-from tests.support.waits import SOON_S, Shared
+from tests.support.waits import Shared
 
 pytestmark = pytest.mark.slow
 
@@ -74,23 +74,6 @@ def test_frontend_starts_and_stops(fleet_url: tuple[str, str], tmp_path: Path) -
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{http}/health")
     assert (tmp_path / "log").read_text() == f"HTTP: {http}\nPage: {http}/\nstopped\n"
-
-
-def test_an_open_stream_does_not_delay_the_stop_of_the_service(fleet_url: tuple[str, str], tmp_path: Path) -> None:
-    """A service that stops ends its open streams after a few seconds and aborts their requests at the worker."""
-    body = {"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
-    with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
-        assert becomes_true(lambda: len(httpx.get(f"{http}/v1/models").json()["data"]) == 1)
-        with httpx.stream("POST", f"{http}/inference/v1/generate", json=body, timeout=SOON_S) as answer:
-            assert answer.status_code == 200
-            process.terminate()
-            assert process.wait() == 0
-
-    def is_idle() -> bool:
-        workers = json.loads(rollbus("status", "--json", nats=fleet_url[0]).stdout)["workers"]
-        return all(worker["in_flight"] == 0 for worker in workers)
-
-    assert becomes_true(is_idle)
 
 
 def test_tokens_come_from_the_environment(fleet_url: tuple[str, str], tmp_path: Path) -> None:

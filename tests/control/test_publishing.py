@@ -78,19 +78,6 @@ async def test_a_publication_with_wrong_tensors_stores_nothing(
     assert (second.is_anchor, second.num_changed) == (False, 2)
 
 
-async def test_publish_raises_an_error_of_the_callers_iterator(nats_url: str, fleet: str) -> None:
-    """`publish` raises an error of the caller's iterator unchanged."""
-
-    def broken() -> Iterator[tuple[str, object]]:
-        yield from list(weights(1).items())[:1]
-        raise RuntimeError("gather failed")
-
-    async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
-        with pytest.raises(RuntimeError, match="gather failed"):
-            await publisher.publish(broken(), version=1, update=False)
-        assert await folders(nats_url, fleet) == []
-
-
 async def test_a_cancelled_publication_stores_nothing(nats_url: str, fleet: str) -> None:
     """A cancelled publication stores nothing, and the publisher's next publication works."""
     is_drawn, goes_on = threading.Event(), threading.Event()

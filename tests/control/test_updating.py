@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rollbus.workers.sources.sources import WeightSources
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, assert_same, folders, incomplete, serving_here, start_here, write_adapter
 from tests.support.checkpoints import write_checkpoint
-from tests.support.fleet import all_serve, synthetic_worker, until_state, until_worker
+from tests.support.fleet import synthetic_worker, until_state, until_worker
 from tests.support.invariants import check_stream
 from tests.support.requests import start_stream
 
@@ -81,25 +80,6 @@ async def test_an_engine_with_wrong_routing_after_an_update_serves_no_requests(
     assert liar.last_error
 
 
-async def test_uploaded_weights_and_adapters_need_no_shared_folder(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """With --upload, workers need no folder: they load the uploaded weights, also a worker that starts later."""
-    one, two = folders(tmp_path / "theirs")
-    mine = two.rename(tmp_path / "mine")
-    async with serving_here(nats_url, fleet, one, 1) as rb:
-        ended = await run_rollbus(nats_url, fleet, "update-weights", str(mine), "--version", "2", "--upload")
-        first = await rb.complete(ask())
-        async with start_here(nats_url, fleet, "w1", one):
-            await rb.fleet.wait_for_workers(2)
-            await rb.fleet.drain(["w0"])
-            second = await rb.complete(ask())
-
-    # On a machine with a full disk, stderr contains a warning.
-    assert ended.code == 0, ended.stderr
-    assert {*first.weight_versions.tolist()} == {2}
-    assert second.worker_ids == ("w1",)
-    assert_same(first, second)
-
-
 # LoRA adapters.
 
 
@@ -156,52 +136,6 @@ async def test_an_adapter_is_loaded_replaced_kept_over_new_weights_and_unloaded(
     assert len({tuple(tokens(result)) for result in (plain, *results)}) == 4
     assert late.loras == (LoraInfo(name="math", version=7),)
     assert caught.value.code is ErrorCode.UNSUPPORTED
-
-
-# Rejected commands: each error states its cause, and nothing has changed afterwards.
-
-
-async def test_a_full_disk_fails_an_update_without_a_change(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """If a worker cannot write fetched weights into its cache, the command fails with `storage`.
-
-    All workers serve as before.
-    """
-    root = tmp_path / "root"
-    one, two = folders(root)
-    full = tmp_path / "full"
-    async with serving_here(nats_url, fleet, one, 1, fields={"cache_dir": str(full)}) as rb:
-        # At its start, the worker checks that it can write here.
-        shutil.rmtree(full, ignore_errors=True)
-        full.write_text("a file where the cache's directory should be")
-        error = await incomplete(rb.fleet.update_weights(str(two), version=2, upload=True))
-        state = await until_state(rb, all_serve)
-
-    assert "storage" in str(error)
-    assert [(worker.state, worker.weight_version) for worker in state.workers] == [(WorkerState.SERVING, 1)]
-    # `desired` leaves out models without a recorded command, and a command that was undone leaves no register.
-    assert [name for desired in state.desired.values() for name in desired.registers] == []
-
-
-async def test_an_engine_on_several_machines_rejects_sources_in_the_store(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """An engine on several machines rejects weights and adapters from the object store with the reason.
-
-    The fetched files would exist on the worker's machine only.
-    """
-    root = tmp_path / "root"
-    one, two = folders(root)
-    adapter = write_adapter(root / "adapter")
-    async with serving_here(nats_url, fleet, one, 1, weight_deltas=False) as rb:
-        for command in (
-            rb.fleet.update_weights(str(two), version=2, upload=True),
-            rb.fleet.load_lora("math", str(adapter), upload=True),
-        ):
-            assert "fetched files are only on the worker's machine" in str(await incomplete(command))
-        state = await until_state(rb, all_serve)
-        assert [(worker.weight_version, worker.loras) for worker in state.workers] == [(1, ())]
-
-        assert (await rb.fleet.update_weights(str(two), version=2)).is_complete
 
 
 # Updates that switch as soon as some workers have staged the weights.

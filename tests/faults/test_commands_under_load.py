@@ -3,19 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 import rollbus
 from rollbus import CommandIncomplete, CommandResult
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE
-from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
-from tests.support.invariants import check_results, observing
-from tests.support.requests import Load, greedy
+from tests.support.invariants import observing
+from tests.support.requests import Load
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 
@@ -23,7 +20,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 @pytest.mark.proves("P21")
 async def test_pauses_and_resumes_under_load_leave_results_exact(nats_url: str, fleet: str) -> None:
     """Pauses with `keep` and `wait`, repeated and crossed by another controller's resumes, leave results exact."""
-    load = await Load.mixed(150, CONFIG)
+    load = await Load.mixed(100, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="a"),
@@ -55,49 +52,6 @@ async def test_pauses_and_resumes_under_load_leave_results_exact(nats_url: str, 
         await observer.check_at_rest()
 
     assert observer.history.num_answered >= 2 * 6
-
-
-async def test_weight_versions_in_each_stream_only_increase_under_load(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """If weights are replaced under streams and during a pause, the versions in each stream only increase."""
-    checkpoints = [write_checkpoint(tmp_path / str(version), seed=version) for version in range(4)]
-
-    def worker(name: str) -> contextlib.AbstractAsyncContextManager[object]:
-        roots = (str(tmp_path),)
-        return synthetic_worker(
-            nats_url, fleet, config=CONFIG, worker_id=name, weight_roots=roots, model_path=str(checkpoints[0])
-        )
-
-    requests = [greedy(prompt, 60, request_id=f"r{prompt}") for prompt in range(60)]
-    async with (
-        observing(nats_url, fleet) as observer,
-        worker("a"),
-        worker("b"),
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers(2)
-
-        async def update(version: int) -> None:
-            await rb.fleet.update_weights(checkpoints[version], version=version)
-
-        async def update_paused() -> None:
-            await rb.fleet.pause()
-            await update(3)
-            await rb.fleet.resume()
-
-        results = []
-        strikes = {5: lambda: update(1), 20: lambda: update(2), 35: update_paused}
-        async for generation in rb.complete_many(requests):
-            results.append(generation)
-            if len(results) in strikes:
-                await strikes[len(results)]()
-        await observer.check_at_rest()
-
-    check_results(results, requests)
-    assert all(np.all(np.diff(result.weight_versions) >= 0) for result in results)
-    assert {int(version) for result in results for version in result.weight_versions} == {0, 1, 2, 3}
-    assert {result.attempts for result in results} == {1}
 
 
 async def _tolerant(command: Awaitable[CommandResult]) -> None:

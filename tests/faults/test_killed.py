@@ -36,29 +36,6 @@ async def undisturbed_tokens(request: GenerateRequest) -> npt.NDArray[np.int32]:
     return expected[request.request_id].token_ids
 
 
-@pytest.mark.proves("P2")
-async def test_another_worker_finishes_the_requests_of_a_killed_worker(nats_url: str, fleet: str) -> None:
-    """If one of two workers is killed under load, every request completes once and equals the undisturbed one."""
-    load = await Load.lasting(80, SyntheticConfig.from_args(ENGINE_ARGS))
-    async with (
-        observing(nats_url, fleet) as observer,
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=ENGINE_ARGS) as doomed,
-        worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=ENGINE_ARGS),
-    ):
-        await rb.fleet.wait_for_workers(2)
-
-        async def kill() -> None:
-            doomed.kill()
-
-        results = await load.run(rb, strikes={10: kill})
-        resumed = [generation for generation in results if generation.attempts > 1]
-        assert resumed
-        assert {generation.worker_ids[-1] for generation in resumed} == {"b"}
-        assert all(generation.exact for generation in results)
-        await observer.check_at_rest()
-
-
 @pytest.mark.proves("P2", "P53")
 @pytest.mark.parametrize("workers", [("a", "b"), ("p", "d1", "d2")])
 async def test_another_worker_continues_the_stream_of_a_killed_worker(

@@ -13,7 +13,7 @@ from rollbus.bus.client import runtime
 from rollbus.bus.client.client import runtime_of
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE, make_requests
-from tests.support.disagg import SHAPES, Shaped, check_legs, in_two_legs, role_of, role_worker, shaped, until_paired
+from tests.support.disagg import SHAPES, Shaped, check_legs, role_of, role_worker, shaped, until_paired
 from tests.support.fleet import is_idle, synthetic_worker, until_known
 from tests.support.hand_client import hand_client
 from tests.support.invariants import observing
@@ -169,43 +169,6 @@ async def test_requests_of_a_worker_frozen_beyond_its_lease_resume_elsewhere(
         await until_known(rb, worker)
         again = await Load(mixed, load.expected).run(rb, legs=len(workers))
         assert {name for generation in again for name in generation.worker_ids} == {*workers, other}
-        await observer.check_at_rest()
-
-
-async def test_phases_of_a_prefill_worker_frozen_beyond_its_lease_restart(nats_url: str, fleet: str) -> None:
-    """If a prefill worker is frozen for more than its lease, its phases restart at another prefill worker.
-
-    Its later output reaches no client, and it serves again afterwards.
-    """
-    load = await Load.mixed(NUM_REQUESTS, CONFIG)
-    async with (
-        observing(nats_url, fleet) as observer,
-        tcp_proxy(nats_url) as proxy,
-        running(proxy, nats_url, fleet, ("p", "d"), "p", lease_s=LEASE_S) as parts,
-        contextlib.AsyncExitStack() as others,
-        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
-    ):
-        await until_paired(rb, "p", "d")
-        worker = parts.workers["p"]
-        life = ""
-
-        async def interrupt() -> None:
-            nonlocal life
-            await until_at(rb, "p")
-            proxy.freeze()
-            life = worker.presence().incarnation
-            await others.enter_async_context(role_worker(nats_url, fleet, "p2", PREFILL))
-
-        results = await load.run(rb, strikes={10: interrupt}, legs=2)
-        resumed = [generation for generation in results if generation.attempts > 1]
-        assert {("p", "p2", "d")} == {generation.worker_ids for generation in in_two_legs(resumed)}
-        check_legs(results, "disaggregated")
-        await until_true(lambda: worker.presence().incarnation != life and is_idle(parts.engines["p"]))
-
-        proxy.thaw()
-        await until_known(rb, worker)
-        again = await load.run(rb, legs=2)
-        assert {name for generation in again for name in generation.worker_ids} == {"p", "p2", "d"}
         await observer.check_at_rest()
 
 

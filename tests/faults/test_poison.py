@@ -11,7 +11,6 @@ import rollbus
 from rollbus.bus.client.generation import Generation
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import EngineDead, ErrorCode, NoWorkers, RequestError, RequestFailed
-from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.config import WorkerConfig
@@ -109,25 +108,6 @@ async def test_streams_of_dead_engines_resume_for_a_reader_of_many(nats_url: str
     assert max(chunks[-1].attempt for chunks in found.values()) > 0
 
 
-async def test_requests_with_a_token_never_fail_as_poison(nats_url: str, fleet: str) -> None:
-    """A request with a token from each dead engine never fails as poison: another request is the cause."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = [tasks.create_task(rb.complete(request(6))) for _ in range(2)]
-        for life in range(5):
-            keys = [await worker.next_key(), await worker.next_key()]
-            await worker.frame(0, *(chunk(key, 0, life) for key in keys), admitted=tuple(keys))
-            await worker.frame(1, failure(keys[0], 1, ErrorCode.ENGINE_DEAD, total=1))
-            await worker.frame(2, failure(keys[1], 1, ErrorCode.ENGINE_DEAD, total=1))
-            await worker.acked(3)
-            await worker.announce(WorkerState.FAILED)
-            worker.incarnation = f"after-{life}"
-            await worker.announce()
-        keys = [await worker.next_key(), await worker.next_key()]
-        await worker.frame(0, *(chunk(key, 0, 5, total=1) for key in keys), admitted=tuple(keys))
-
-    assert [list(task.result().token_ids) for task in completing] == [[0, 1, 2, 3, 4, 5]] * 2
-
-
 @pytest.mark.proves("P54")
 async def test_suspects_are_published_one_at_a_time(nats_url: str, fleet: str) -> None:
     """Suspects are published one at a time, each after the first token of the previous one.
@@ -195,28 +175,6 @@ async def test_a_waiting_suspect_can_be_cancelled_aborted_or_timed_out(nats_url:
     assert aborted.result().finish_reason == "abort"
     assert error.code is ErrorCode.TIMEOUT
     assert "one at a time" in error.message
-
-
-async def test_a_suspect_without_its_weights_does_not_delay_the_next_suspect(nats_url: str, fleet: str) -> None:
-    """A suspect whose required weights no worker has does not delay the next suspect."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        worker.weight_version = 7
-        await worker.announce()
-        waiting = tasks.create_task(rb.complete(request(1, request_id="a", min_weight_version=7)))
-        first = await worker.next_key()
-        completing = tasks.create_task(rb.complete(request(1, request_id="b")))
-        second = await worker.next_key()
-        keys = first, second
-        await worker.frame(0, *(failure(key, 0, ErrorCode.ENGINE_DEAD) for key in keys), admitted=keys)
-        await worker.announce(WorkerState.FAILED)
-        worker.incarnation, worker.weight_version = "life-2", 0
-        await worker.announce()
-        tried = await worker.next_key()
-        other = await worker.next_key()
-        assert (tried.request_id, other.request_id) == ("a", "b")
-        await worker.frame(0, chunk(other, 0, 1, total=1), admitted=(other,))
-        await completing
-        waiting.cancel()
 
 
 async def test_suspects_without_a_worker_fail_after_the_grace_time(nats_url: str, fleet: str) -> None:

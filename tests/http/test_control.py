@@ -227,20 +227,6 @@ async def test_an_older_version_is_409(control: Control) -> None:
     assert older[1]["error"]["code"] == same[1]["error"]["code"] == "old_version"
 
 
-async def test_a_pause_that_takes_too_long_is_504(control: Control) -> None:
-    """A pause that times out gives 504 with the requests in flight.
-
-    The worker stays paused, and `abort` ends the requests.
-    """
-    async with control() as c, in_flight(c.http):
-        late = await c.post("/v1/rl/pause", {"mode": "wait", "timeout_s": 0.1})
-        aborted = await c.post("/v1/rl/pause", {"mode": "abort"})
-
-    assert (late[0], late[1]["error"]["code"], results(late[1])) == (504, "timeout", {"w0": "failed"})
-    assert late[1]["workers"][0]["in_flight"] == 1
-    assert (aborted[0], aborted[1]["status"], aborted[1]["inflight_requests"]) == (200, "paused", 0)
-
-
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("pause", {"workers": ["w0", "w9"]}, "workers"),
     ("pause", {"workers": ["a.b"]}, "workers"),

@@ -29,14 +29,6 @@ def shares(placements: list[Placement]) -> list[int]:
     return sorted(Counter(each.worker for each in placements if each.worker is not None).values(), reverse=True)
 
 
-def test_a_group_goes_to_one_worker_with_room_for_all_samples() -> None:
-    """If a worker has room for all samples, they go to it: the first computes the prompt, and the others find it."""
-    placements = place([4, 8, 7], 8)
-
-    assert placements[0] == ("w1", PlacementReason.PLACED_GROUP, 0)
-    assert placements[1:] == [Placement("w1", PlacementReason.PLACED_GROUP, 2048)] * 7
-
-
 def test_a_single_free_slot_is_used_where_the_prompt_is_cached() -> None:
     """A sample goes to a single free slot if its worker has the prompt cached, because that saves the prompt."""
     placements = place([1, 1, 1, 1], 4, held_by=(2,))
@@ -181,10 +173,3 @@ def test_separate_requests_of_a_group_whose_prompt_most_workers_have_are_queued(
         policy.admitted(placement_needs(prompt(1)), worker, 0, was_placed=True)
 
     assert policy.place(placement_needs(prompt(1), group="g"), loads(policy, "a", "b", "c"), 1) == QUEUED
-
-
-def test_separate_short_requests_of_a_group_are_queued() -> None:
-    """Requests of a group with a short prompt are queued, because a common worker would save nothing."""
-    policy = fleet(presence("a"), presence("b"))
-
-    assert policy.place(placement_needs(prompt(1, 200), group="g"), loads(policy, "a", "b"), 1) == QUEUED
