@@ -74,19 +74,6 @@ async def test_all_requests_of_a_trainer_finish(tmp_path: Path) -> None:
         assert guard.violations() == []
 
 
-async def test_two_trainers_with_the_same_request_id_receive_their_own_results(tmp_path: Path) -> None:
-    """Two trainers with the same request id each receive their own result."""
-    async with guarded(tmp_path) as guard, guard.worker("w0"):
-        async with rollbus.connect(guard.login("alice")) as alice, rollbus.connect(guard.login("bob")) as bob:
-            await alice.fleet.wait_for_workers()
-            await bob.fleet.wait_for_workers()
-            one = await alice.complete(ask(1, 2, 3, request_id="r"))
-            other = await bob.complete(ask(7, 8, 9, request_id="r"))
-
-        assert one.token_ids.tolist() != other.token_ids.tolist()
-        assert guard.violations() == []
-
-
 async def test_an_admin_can_send_commands_and_upload_weights(tmp_path: Path) -> None:
     """An admin can pause, resume, update weights by path and upload, check weights and reset, with `--creds`."""
     one, two = folders(tmp_path / "weights")
@@ -251,10 +238,7 @@ async def test_the_environment_defines_fleet_client_name_and_key(
 # Which roles may observe the commands of others, and that no other role can forge what they observe.
 
 
-@pytest.mark.parametrize(("watcher", "commander"), [("front", "boss"), ("boss", "front")])
-async def test_an_admin_and_a_frontend_observe_commands_of_each_other(
-    watcher: str, commander: str, tmp_path: Path
-) -> None:
+async def test_an_admin_and_a_frontend_observe_commands_of_each_other(tmp_path: Path) -> None:
     """An admin and a frontend observe each other's commands and acks, which other roles cannot forge.
 
     They can also list the clients of waiting requests.
@@ -262,8 +246,8 @@ async def test_an_admin_and_a_frontend_observe_commands_of_each_other(
     async with (
         guarded(tmp_path) as guard,
         guard.worker("w0"),
-        rollbus.connect(guard.login(watcher)) as rb,
-        rollbus.connect(guard.login(commander)) as other,
+        rollbus.connect(guard.login("front")) as rb,
+        rollbus.connect(guard.login("boss")) as other,
         guard.connected("carol") as carol,
     ):
         watch = watch_fleet(rb)
@@ -282,23 +266,21 @@ async def test_an_admin_and_a_frontend_observe_commands_of_each_other(
         while len(lines := await watch.commands()) < 2 or not lines[0].done:
             pass
     assert [(line.id, line.controller, line.counts) for line in lines] == [
-        (own.id, watcher, {"applied": 1}),
-        (told.id, commander, {"applied": 1}),
+        (own.id, "front", {"applied": 1}),
+        (told.id, "boss", {"applied": 1}),
     ]
 
 
-@pytest.mark.parametrize("name", ["alice", "carol", "eye"])
-async def test_other_roles_may_not_observe_commands(name: str, tmp_path: Path) -> None:
+async def test_other_roles_may_not_observe_commands(tmp_path: Path) -> None:
     """For other roles, observing commands fails with `PermissionDenied`, and the client's requests continue."""
-    async with guarded(tmp_path) as guard, guard.worker("w0"), rollbus.connect(guard.login(name)) as rb:
+    async with guarded(tmp_path) as guard, guard.worker("w0"), rollbus.connect(guard.login("alice")) as rb:
         await rb.fleet.wait_for_workers()
         watch = watch_fleet(rb)
         with pytest.raises(PermissionDenied) as listened:
             await watch.listen()
         with pytest.raises(PermissionDenied) as listed:
             await watch.clients([MODEL])
-        if name != "eye":
-            assert (await rb.complete(ask())).error is None
+        assert (await rb.complete(ask())).error is None
         assert await watch.commands() == ()
     assert (listened.value.action, listened.value.subject) == ("subscribe", f"rb.v1.{FLEET}.ack.*.*")
     assert listed.value.action == "publish"

@@ -12,8 +12,9 @@ ENGINE = EngineShape(slots=16)
 SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)
 
 
-@pytest.mark.parametrize("way", SIMULATED)
-@pytest.mark.parametrize("name", SIMULATED_TRACES)
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, "ours") for name in SIMULATED_TRACES), *(("mixed", way) for way in SIMULATED)]
+)
 def test_every_policy_completes_every_simulated_trace(name: str, way: str) -> None:
     """In a simulation, each sample of each turn ends once, and no engine computes less than the minimum."""
     # Sessions have many turns, and fill few slots.

@@ -162,7 +162,7 @@ async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
         return
 
     monkeypatch.setattr(WorkerLifecycle, "receive_presence", ignore_message)
-    load = await Load.mixed(80, CONFIG)
+    load = await Load.mixed(40, CONFIG)
     async with (
         one_worker(config=CONFIG, worker_id="same") as (rb, one, _),
         asyncio.timeout(LIMIT_S),

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.queue.fairness import (
@@ -493,6 +493,7 @@ def test_followers_extend_the_full_share_of_a_client_only_a_few_times(num_groups
     assert got["m", "follower"] <= (1.2 if refills else 8.5) * SHARE
 
 
+@settings(max_examples=20)
 @given(st.integers(1, 31), st.integers(1, 6))
 def test_all_followers_of_a_client_that_counts_followers_in_its_share_are_accepted(
     num_followers: int, num_clients: int
