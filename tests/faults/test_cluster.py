@@ -9,11 +9,11 @@ import contextlib
 import logging
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 import rollbus
 from rollbus import GenerateRequest, RequestTimeout, SamplingParams
