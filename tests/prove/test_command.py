@@ -77,12 +77,12 @@ class Changing(Stage):
     changes_fleet: ClassVar[bool] = True
 
 
-@pytest.mark.slow
 def reason_of(stage: StageReport) -> str:
     """Return the text of the first finding with the stage's verdict."""
     return next(finding.what for finding in stage.findings if finding.verdict is stage.verdict)
 
 
+@pytest.mark.slow
 async def test_stages_end_with_one_of_four_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
