@@ -319,7 +319,7 @@ async def test_a_closed_connection_ends_the_puller_with_an_error(
         puller = QueuePuller(nats, Subjects(fleet), MODEL, room=lambda: 1, on_request=lambda _: None)
 
         async def end() -> None:
-            await until_true(lambda: puller._plan.claimed == 4)
+            await until_true(lambda: sum(state.left for state in puller._plan._lanes.values()) == 4)
             if is_closed_here:
                 await nats.shut()
             else:
