@@ -156,7 +156,8 @@ async def test_a_stateful_turn_that_fails_after_a_comment_is_an_error_that_each_
     for module in (running, writer, format):
         monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.05)
     config = replace(CONFIG, step_s=0.05)
-    async with serving(nats_url, fleet, tmp_path, config=config, tool_call_parser=None) as (_, owner):
+    plain = {"tool_call_parser": None, "reasoning_parser": None}
+    async with serving(nats_url, fleet, tmp_path, config=config, **plain) as (_, owner):
         session = await owner.open()
         claude = anthropic.AsyncAnthropic(
             base_url=session["base_url"].removesuffix("/v1"), api_key=session["api_key"], max_retries=0
