@@ -98,8 +98,8 @@ class Signs:
         self.second_differs = self.is_off(answers, floor, noise)
         """True if the second pass differs from it."""
         still = again.is_off(dtype, floor, noise)
-        self.heals = bool(again.tokens) and self.differs and (not still or again.k3 < free.k3 / 10)
-        """True if replay removes the difference, or nine tenths of it."""
+        self.heals = bool(again.tokens) and self.differs and again.k3 < free.k3 / 10
+        """True if replay removes nine tenths of the difference."""
         faulty = [] if self.misses is None else [i for i, share in enumerate(self.misses.faults) if share > SOME]
         self.first_layer = evidence.layers[faulty[0]] if faulty else None
         """First layer whose router sees something else than the reference's."""
