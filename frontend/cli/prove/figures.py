@@ -99,12 +99,13 @@ def reference_pairs(sampled: Iterable[Sampled], values: Callable[[TokenScores], 
 
 
 def noise_pairs(sampled: Iterable[Sampled]) -> list[Pair]:
-    """Return the reference beside itself in another dtype."""
-    return [
-        (answer_of(one, one.scores.logprobs), answer_of(one, one.noise.logprobs))
-        for one in sampled
-        if one.scores is not None and one.noise is not None
-    ]
+    """Return the reference beside itself in another dtype, with the engine's experts in both: rounding without ties."""
+
+    def values(one: Sampled, scores: TokenScores) -> Floats:
+        return answer_of(one, scores.logprobs if scores.replayed is None else scores.replayed)
+
+    chosen = [(one, one.scores, one.noise) for one in sampled]
+    return [(values(one, scores), values(one, noise)) for one, scores, noise in chosen if scores and noise]
 
 
 def batch_pairs(sampled: Sequence[Sampled]) -> list[Pair]:
