@@ -32,7 +32,7 @@ from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed
 from tests.support.invariants import observing
 from tests.support.nats_server import change_config, require_binary
 from tests.support.requests import incomplete
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until_true
 
 pytestmark = pytest.mark.slow
 
@@ -396,7 +396,7 @@ async def test_presence_that_has_arrived_together_makes_one_snapshot() -> None:
     watcher = PresenceWatcher(cast(Connection, None), SUBJECTS, print, lambda: made.append(watcher.snapshot))
     for name in "abc":
         watcher.receive(Msg(cast(Client, None), SUBJECTS.presence(name), data=encode_json(presence(worker=name))))
-    await asyncio.sleep(0)
+    await until_true(lambda: len(made) > 0)
     assert len(made) == 1
 
 

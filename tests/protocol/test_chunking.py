@@ -15,13 +15,15 @@ from rollbus.bus.protocol.stream.chunk_writer import (
     chunk_bytes,
 )
 from rollbus.bus.protocol.stream.engine_step import RequestStep
-from rollbus.bus.protocol.stream.response_stream import ChunkVerifier
+from rollbus.bus.protocol.stream.response_stream import ChunkVerifier, ResponseStream
 from rollbus.schemas.chunk import Chunk, ChunkError, FinishReason
 from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
 from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows
+from rollbus.schemas.sampling import SamplingParams
 from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
 
 STOPPED = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
@@ -143,6 +145,26 @@ def test_an_abort_after_the_last_step_keeps_its_finish_reason(num_sent: int) -> 
 
     assert (last.finish_reason, last.num_tokens, last.end.num_tokens) == (FinishReason.STOP, 2 - num_sent, 2)
     assert last.end.kv_params is None
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("limit", "expected"), [(2, ("length", None)), (3, ("abort", None)), (9, ("stop", 9))])
+def test_an_abort_after_the_last_token_is_no_abort_for_the_client(
+    keep: bool, limit: int, expected: tuple[str, int | None]
+) -> None:
+    """A stream that its worker aborts after the last token has the finish reason of its tokens.
+
+    Otherwise its caller would continue a complete answer.
+    """
+    sampling = SamplingParams(max_tokens=limit, stop_token_ids=(9,), logprobs=None)
+    asked = GenerateRequest(prompt_token_ids=[1], sampling=sampling, request_id="r")
+    stream = ResponseStream(asked, child=0, attempt=0, keep=keep)
+    writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=1000)
+    writer.append_step(RequestStep(key="r", token_ids=np.array([7, 9 if limit == 9 else 8], "i4")), 1)
+    [ended] = stream.add(writer.abort(1, keeps=True))
+
+    assert (ended.end.finish_reason, ended.end.stop_reason) == expected
+    assert stream.end == ended.end
 
 
 @pytest.mark.proves("P16")

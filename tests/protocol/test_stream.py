@@ -175,26 +175,6 @@ def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
     assert len(stream.arrays()["routed_experts"]) == 2
 
 
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(("limit", "expected"), [(2, ("length", None)), (3, ("abort", None)), (9, ("stop", 9))])
-def test_an_abort_by_the_worker_after_the_last_token_is_no_abort(
-    keep: bool, limit: int, expected: tuple[str, int | None]
-) -> None:
-    """A stream that its worker aborts after the last token has the finish reason of its tokens.
-
-    Otherwise its caller would continue a complete answer.
-    """
-    last = 9 if expected[0] == "stop" else 8
-    sampling = SamplingParams(max_tokens=limit, stop_token_ids=(9,), logprobs=None)
-    asked = GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id="r")
-    stream = ResponseStream(asked, child=0, attempt=0, keep=keep)
-    stream.add(chunk(0, 7))
-    [ended] = stream.add(msgspec.structs.replace(chunk(1, last), end=End(FinishReason.ABORT, 2, 0)))
-
-    assert (ended.end.finish_reason, ended.end.stop_reason) == expected
-    assert stream.end == ended.end
-
-
 def test_a_stream_can_be_aborted_before_its_first_chunk() -> None:
     """A stream that is aborted before its first chunk has only a terminal chunk."""
     stream = ResponseStream(request(), child=0, attempt=3, keep=False)
