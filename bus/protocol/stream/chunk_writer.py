@@ -514,7 +514,7 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
-        if not self.has_left:
+        if not self.has_left and (keeps or self._ending is not None):
             self._buffer_step()
             end = End(FinishReason.ABORT, 0, 0) if self._ending is None else replace(self._ending, kv_params=None)
             self._ending, self.is_ended = end, True
