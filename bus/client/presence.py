@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from datetime import datetime
 from typing import Final, Generic, TypeVar
 
@@ -295,14 +296,14 @@ class PresenceWatcher:
 
     async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until a condition on the snapshot is met. Return False if it is not met within `timeout_s` seconds."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0)):
                 while not is_met():
                     self._changed.clear()
                     await self._changed.wait()
-        except TimeoutError:
-            return is_met()
-        return True
+        # The caller may read the snapshot next: it must not be older than what was waited for.
+        self._notify()
+        return is_met()
 
 
 class PauseWarnings:

@@ -12,6 +12,8 @@ from nats.aio.msg import Msg
 
 import rollbus
 from bench.processes import many_workers
+from rollbus.bus.client import presence as client_presence
+from rollbus.bus.client.client import runtime_of
 from rollbus.bus.client.fleet import Fleet
 from rollbus.bus.client.presence import PresenceWatcher
 from rollbus.bus.control import controller
@@ -330,6 +332,20 @@ async def test_paused_workers_are_present_but_do_not_count_as_serving(nats_url: 
             await control.rb.fleet.wait_for_workers(timeout_s=0.7)
         await control["a"].announce(WorkerState.SERVING)
         await control.rb.fleet.wait_for_workers()
+
+
+async def test_workers_are_as_new_as_the_end_of_a_wait(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a wait, `workers` shows all presence that ended it, though the snapshots of a large fleet are delayed."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        await control.rb.fleet.wait_for_workers(2)
+        monkeypatch.setattr(client_presence, "NOTIFY_S", 3600.0)
+        table = runtime_of(control.rb).watcher.table
+        await control["a"].announce(WorkerState.PAUSED)
+        await until_true(lambda: len(table.serving("m")) == 1)
+        await control.rb.fleet.wait_for_workers()
+        assert [worker.state for worker in control.rb.fleet.workers] == [WorkerState.PAUSED, WorkerState.SERVING]
 
 
 async def test_commands_that_must_be_recorded_fail_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
