@@ -124,7 +124,8 @@ def first_exchange(messages: Sequence[JsonObject]) -> list[JsonObject]:
     is_call = (message["role"] == "assistant" and message.get("tool_calls") for message in messages)
     begin = next((at for at, found in enumerate(is_call) if found), len(messages))
     results = takewhile(lambda message: message["role"] == "tool", messages[begin + 1 :])
-    found = [{**message, "content": "a"} for message in (*messages[begin : begin + 1], *results)]
+    # Some templates reject calls beside text.
+    found = [{**each, "content": each.get("content") and "a"} for each in (*messages[begin : begin + 1], *results)]
     return [without_reasoning(found[0]), *found[1:]] if len(found) > 1 else []
 
 

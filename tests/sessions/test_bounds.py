@@ -174,6 +174,21 @@ async def test_claims_without_an_answer_or_of_another_version_delay_no_retry(
         assert await _turns_of(owner, session) == [True] * 4
 
 
+async def test_a_turn_that_has_ended_takes_no_claim_of_its_retry(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A turn may end while its claim is renewed, and its retry may begin then: the retry keeps its claim."""
+    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+        sessions, name = manager.Sessions(http.own), (await owner.open())["id"]
+        session = await sessions.load(name)
+        turn, retry = (running.RunningTurn("k", "", is_stream=False) for _ in range(2))
+        await sessions.claim(session, turn, is_retry=True)
+        turn.end()
+        await sessions.claim(session, retry, is_retry=True)
+        await sessions._renew_claim(name, turn)
+        await sessions.release(session, turn)
+        await sessions._renew_claim(name, retry)
+        assert (turn.claim is None, retry.claim is None, retry.is_lost) == (True, False, False)
+
+
 async def test_a_key_counts_as_a_whole_and_a_retry_only_in_its_api(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 from msgspec.structs import replace
+from tokenizers import normalizers
 
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.sessions import running
@@ -458,3 +459,22 @@ async def test_a_group_of_sessions_has_the_advantages_of_its_rewards(
         assert not any(state["is_open"] for state in states)
         with pytest.raises(PackError, match="n is 0"):
             await run_group(http.url, agent, n=0)
+
+
+async def test_other_tools_fork_if_the_tokenizer_changes_text(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """Changed text makes the comparison say nothing. Then no turn goes on with other tools, which its prompt lacks."""
+    writes += ["One.", "Two."]
+    backend: Any = tokenizer_of("qwen3").wrapped
+    backend = backend.backend_tokenizer
+    asked = {"role": "user", "content": "Cafe\u0301?"}
+    before, backend.normalizer = backend.normalizer, normalizers.NFC()
+    try:
+        async with serving(nats_url, fleet, tmp_path) as (_, owner), agent_of(session := await owner.open()) as agent:
+            answer, _ = await turn(agent, [asked], tools=None)
+            await turn(agent, [asked, answer, asked])
+            forks = [each["fork"] for each in (await owner.read(session))["turns"]]
+    finally:
+        backend.normalizer = before
+    assert forks == [None, {"message": 0, "field": "tools"}]

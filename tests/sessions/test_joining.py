@@ -311,6 +311,18 @@ def test_a_template_that_writes_the_first_results_or_calls_in_another_way_joins(
             assert template.check(pieces[:end], messages[: [2, 4, 6, 8, 10][end - 1]]) == end
 
 
+def test_a_template_that_rejects_text_beside_calls_joins() -> None:
+    """The exchange after which a tail is rendered has no text where the history has none."""
+    rejects = (
+        "{%- for each in messages if each.content and each.tool_calls %}{{- raise_exception('both') }}{%- endfor %}"
+    )
+    for family in FAMILIES:
+        template = family.template(TOOLS)
+        text: Any = template.tokenizer.wrapped.chat_template
+        with changed_template(template, (text, rejects + text)):
+            play(family, rounds_of(family, ["x", "y", "z"], thinks=False))
+
+
 def test_answers_that_other_variables_opened_join() -> None:
     """A variable that only opens answers may change between turns, and one that is in earlier text may not."""
     (family,) = (each for each in FAMILIES if each.name == "qwen3")

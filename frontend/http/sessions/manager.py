@@ -165,9 +165,10 @@ class Sessions:
         claim, before = replace(turn.claim[0], until=time.time() + CLAIM_S), turn.claim[1]
         sequence = await self.store.write_claim(name, claim, before)
         if sequence is None:
-            # The last write may be that of this service, if it got no answer.
+            # The last write may be that of this service, if it got no answer, or of a retry, if the turn has ended.
             held = await self.store.read_claim(name, claim.key)
-            sequence = held[1] if held is not None and held[0].service == self._service else None
+            is_own = held is not None and held[0].service == self._service and not turn.has_ended
+            sequence = held[1] if held is not None and is_own else None
         turn.claim = None if sequence is None else (claim, sequence)
         if turn.claim is None:
             logger.warning("session.claim_lost session=%s", name)

@@ -411,7 +411,8 @@ class _Job:
             if template.check(pieces, messages, kept, others) not in (None, len(pieces)):
                 return Fork(message=match.index, field="reasoning_dropped")
         self.join = UNCHECKED if num_equal is None else CHECKED
-        if num_equal in (None, len(pieces)):
+        # A prompt of other tools or variables must be known to be equal: it may lack the new ones.
+        if num_equal == len(pieces) or (num_equal is None and path[-1].frame == frame):
             return None
         return Fork(message=sum(turn.num_messages for turn in path[:num_equal]), field="template")
 
