@@ -182,8 +182,8 @@ class SessionTree:
         return [message for each in self.path(turn) for message in (*each.messages, each.answer)]
 
     def setting(self, turn: Turn) -> JsonObject:
-        """Return the setting of a turn."""
-        return next(each.setting for each in reversed(self.path(turn)) if each.setting is not None)
+        """Return the setting of a turn; empty if an earlier release stored none."""
+        return next((each.setting for each in reversed(self.path(turn)) if each.setting is not None), {})
 
     def leaves(self, *, interrupted: bool = False) -> list[Turn]:
         """Return the turns without a child. An interrupted turn is no leaf by default, but its parent may be one.
