@@ -162,6 +162,14 @@ def test_a_tie_of_the_second_pass_is_no_fault(share: int, dense: bool, verdict: 
     assert any("as after a tie" in finding.what for finding in outcome.findings) == (verdict == "look")
 
 
+def test_one_answer_that_differs_from_a_replayed_reference_is_wrong() -> None:
+    """The reference replays the engine's experts, so no tie explains an answer that differs from it."""
+    evidence = made_evidence()
+    one = next(one for one in evidence.sampled if one.arm == "sampled")
+    one.logprobs[10:] += np.float32(0.1)
+    assert judge_agreement(evidence, "float32").verdict is Verdict.WRONG
+
+
 def test_an_unreached_expert_is_not_ok() -> None:
     """An expert that no prompt reached is shown with its layer, as `look`."""
     evidence = made_evidence()

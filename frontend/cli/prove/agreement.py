@@ -86,7 +86,9 @@ def _reference_findings(evidence: Evidence, signs: Signs) -> list[Finding]:
         ("your sampling", [one for one in evidence.sampled if not one.is_neutral and one.arm == "yours"]),
     )
     return [
-        signs.judge(f"reference, {name} tokens", pairs, signs.floor, signs.noise)
+        signs.judge(
+            f"reference, {name} tokens", pairs, signs.floor, signs.noise, is_replayed=signs.replayed is not None
+        )
         for name, group in groups
         if (pairs := reference_pairs(group, signs.expected))
     ]

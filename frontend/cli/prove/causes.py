@@ -93,7 +93,7 @@ class Signs:
         ]
         seconds = [(second, expected) for _, second, expected in both]
         answers = [(answer_of(one, second), answer_of(one, expected)) for one, second, expected in both]
-        self.differs = self.is_off(pairs, floor, noise)
+        self.differs = self.is_off(pairs, floor, noise, is_replayed=bool(again.tokens))
         """True if the answers differ from the reference."""
         self.second_differs = self.is_off(answers, floor, noise)
         """True if the second pass differs from it."""
@@ -120,26 +120,34 @@ class Signs:
         """True if only replay makes a difference."""
         self.rounding = rounding_gain(sampled)
         """How many times less precise routers fit better."""
-        others = self.second_differs if seconds else self.is_off(reference_pairs(greedy, self.expected), floor, noise)
+        pairs = reference_pairs(greedy, self.expected)
+        others = self.second_differs if seconds else self.is_off(pairs, floor, noise, is_replayed=bool(again.tokens))
         tests = sampling_tests(one for one in sampled if one.is_neutral)
         # If greedy answers differ too, their distribution is another one.
         is_tested = not others and (self.drift_sampled or not self.drifts)
         self.sampling = [test for test in tests if is_tested and abs(test.z) > UNLIKELY]
         """Tests of the sampled tokens that fail."""
 
-    def judge(self, what: str, pairs: Sequence[Pair], *floors: Figures) -> Finding:
-        """Return the finding for pairs. What few answers show, as after a tie of routers, is at most `look`."""
+    def judge(self, what: str, pairs: Sequence[Pair], *floors: Figures, is_replayed: bool = False) -> Finding:
+        """Return the finding for pairs. What few answers show, as after a tie of routers, is at most `look`.
+
+        Args:
+            is_replayed: True if one side has the experts of the other, so that no tie explains anything.
+        """
         found = Figures.of(pairs).judge(what, self.dtype, *floors)
-        num_off = len(pairs) - len(self._without_ties(pairs, floors)) if found.verdict is Verdict.WRONG else 0
+        if is_replayed or found.verdict is not Verdict.WRONG:
+            return found
+        num_off = len(pairs) - len(self._without_ties(pairs, floors))
         if not num_off:
             return found
         text = f"{found.what}; {num_off} of {len(pairs)} answers are off, as after a tie of routers"
         return replace(found, verdict=Verdict.LOOK, what=text)
 
-    def is_off(self, pairs: Sequence[Pair], *floors: Figures) -> bool:
-        """Return True if more pairs are off than those that a tie of routers explains."""
-        is_off = Figures.of(pairs).is_off(self.dtype, *floors)
-        return is_off and Figures.of(self._without_ties(pairs, floors)).is_off(self.dtype, *floors)
+    def is_off(self, pairs: Sequence[Pair], *floors: Figures, is_replayed: bool = False) -> bool:
+        """Return True if more pairs are off than those that a tie of routers explains; see `judge`."""
+        if not Figures.of(pairs).is_off(self.dtype, *floors):
+            return False
+        return is_replayed or Figures.of(self._without_ties(pairs, floors)).is_off(self.dtype, *floors)
 
     def _without_ties(self, pairs: Sequence[Pair], floors: Sequence[Figures]) -> Sequence[Pair]:
         """Leave out answers that are off if they are few: a tie that nothing replays moves a whole answer."""
