@@ -14,7 +14,7 @@ help:
 	@echo "make test    run the whole test suite; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-trainers    test TRL, verifiers, prime-rl's calls and Megatron, unchanged, in a separate environment"
 	@echo "make test-trainers-all    also $(TRAINERS:%=test-%), each in an environment of its own"
-	@echo "make test-prove       prove sound and faulty models of five families on a real vLLM, in half an hour"
+	@echo "make test-prove       prove sound and faulty models of five families on a real vLLM, in ten minutes"
 	@echo "make test-deploy      run all tests of Ray, and those of the Helm chart with Helm itself, which it installs into .make"
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
