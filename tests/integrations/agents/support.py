@@ -8,7 +8,7 @@ calls and reasoning as one token.
 
 import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 import rollbus
 from rollbus.frontend.http import Settings
@@ -216,11 +215,11 @@ async def forced(noted: NotedWorkers, monkeypatch: pytest.MonkeyPatch, folder: P
             await served.before_turn()
         return await prepare_answer(service, request, body, *more)
 
-    def force(*given: Any, sampling: rollbus.SamplingParams, **more: Any) -> rollbus.GenerateRequest:
+    def force(*given: Any, sampling: Mapping[str, Any], **more: Any) -> rollbus.GenerateRequest:
         grammar = f"root ::= {json.dumps(WANTED.get())}"
-        extra = {**(sampling.extra or {}), "structured_outputs": {"grammar": grammar}}
-        sampling = replace(sampling, extra=extra, logit_bias=_biases(noted.checkpoint))
-        request: rollbus.GenerateRequest = build_request(*given, sampling=sampling, **more)
+        extra = {**(sampling.get("extra") or {}), "structured_outputs": {"grammar": grammar}}
+        fields = {**sampling, "extra": extra, "logit_bias": _biases(noted.checkpoint)}
+        request: rollbus.GenerateRequest = build_request(*given, sampling=fields, **more)
         served.texts[request.request_id] = WANTED.get()
         return request
 
