@@ -198,12 +198,12 @@ class AnswerWriter:
             "usage": self.usage(choices),
             **self._prompt_ids(self.requests[0], of_answer=True),
         }
-        # Many answers are made one by one, at the speed at which the client reads. One is mostly short.
-        made = starmap(self._choice, checked)
-        document["choices"] = objects_json(made)
-        if len(checked) == 1:
-            (first,) = made
-            document["choices"] = objects_json([first]) if in_pieces(first) else [first]
+        if len(checked) > 1:
+            # They are made one by one, at the speed at which the client reads.
+            document["choices"] = objects_json(starmap(self._choice, checked))
+        else:
+            only = [self._choice(*checked[0])]
+            document["choices"] = objects_json(only) if in_pieces(only[0]) else only
         if self.shape.prompt_is_common:
             document["prompt_logprobs"] = self._prompt_logprobs(checked[0][-1])
         if self.options.extra:

@@ -9,7 +9,7 @@ from ....schemas import limits
 from ....schemas.decoding import JsonObject
 from ..body import NO_TEXT, STRICT
 from ..errors import invalid, unsupported
-from ..sampling import SamplingFields, TokenIds, check_sampling
+from ..sampling import SamplingFields, TokenIds, check_sampling, given_fields
 from ..tokens import RowsFormat
 
 Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
@@ -198,17 +198,21 @@ NOTHING: Final[tuple[object, ...]] = ([], {}, "", "none")
 """Values of an unsupported field that are allowed, in addition to null and false, because they request nothing."""
 
 
-def check_served(body: CommonBody) -> None:
+_REFUSED: Final = {
+    kind: tuple(name for name in refused if name in kind.__struct_fields__)
+    for kind, refused in ((ChatBody, (*NOT_SERVED, *NOT_IN_CHATS)), (CompletionBody, (*NOT_SERVED,)))
+}
+
+
+def check_served(body: ChatBody | CompletionBody) -> None:
     """Reject fields that the service does not support and that would change answers.
 
     Raises:
         HttpError: 400; the error names the field.
     """
-    refused = {**NOT_SERVED, **NOT_IN_CHATS} if isinstance(body, ChatBody) else NOT_SERVED
-    for name, reason in refused.items():
-        value = getattr(body, name, None)
-        if value is not None and value is not False and value not in NOTHING:
-            raise unsupported(name, reason)
+    for name, value in given_fields(body, _REFUSED[type(body)]).items():
+        if value is not False and value not in NOTHING:
+            raise unsupported(name, NOT_SERVED.get(name) or NOT_IN_CHATS[name])
     for name, value in (body.extra_body or {}).items():
         if name not in body.__struct_fields__ or getattr(body, name) != value:
             allowed = f"{name} as a field of the body itself"

@@ -482,12 +482,17 @@ QUESTION: Final = ("tools", "tool_choice", "chat_template_kwargs", "chat_templat
 """Fields of a chat that `read_question` checks."""
 
 
-def read_question(body: ChatBody, parsers: Parsers | None) -> ToolQuestion:
+def read_question(body: ChatBody, parsers: Parsers | None) -> ToolQuestion | None:
     """Validate the tools and the tool choice. This function is fast enough for the event loop.
+
+    Returns:
+        None: the chat has neither, and the service has no parsers.
 
     Raises:
         HttpError: 400; the error names the field, or `tools` and the missing option of the service.
     """
+    if parsers is None and not given_fields(body, QUESTION):
+        return None
     names = [_check_tool(f"tools[{index}]", tool) for index, tool in enumerate((body.tools or [])[:MAX_TOOLS])]
     if len(body.tools or ()) > MAX_TOOLS:
         raise invalid("tools", f"has {len(body.tools or ())} tools", f"at most {MAX_TOOLS}")

@@ -27,12 +27,11 @@ from ..requests import (
     find_target,
     named_errors,
 )
-from ..sampling import SamplingFields, given_fields
+from ..sampling import SamplingFields
 from ..service import HttpRoute, RouteTable, Service
 from ..writer import AnswerWriter, respond
-from .body import NOT_IN_CHATS, NOT_SERVED, ChatBody, CompletionBody, check_served
+from .body import ChatBody, CompletionBody, check_served
 from .requests import (
-    QUESTION,
     BodyPrompt,
     bus_fields,
     bus_names,
@@ -170,13 +169,6 @@ class AskedTurn:
     form: ChatFormat
 
 
-CHECKED: Final = {
-    kind: tuple({*NOT_SERVED, *NOT_IN_CHATS, "extra_body", "logprob_token_ids", "stop", "prompt_logprobs"} & {*names})
-    for kind, names in ((kind, kind.__struct_fields__) for kind in (ChatBody, CompletionBody))
-}
-"""Fields of a body for which `check_served` may reject it."""
-
-
 async def prepare_answer(
     service: Service, request: Request, body: AnyBody, clock: RequestClock, session_prompt: SessionPrompt | None = None
 ) -> AnswerWriter:
@@ -185,9 +177,7 @@ async def prepare_answer(
     Args:
         session_prompt: returns the prompt of a chat that is a turn of a session; None: the prompt is that of the body.
     """
-    # Most bodies have no field that it may reject.
-    if given_fields(body, CHECKED[type(body)]):
-        check_served(body)
+    check_served(body)
     target = await find_target(service, request, body.model, body.timeout_s)
     options = read_options(body, target, service.settings)
     sampling = sampling_fields(body, options, None)
@@ -196,9 +186,7 @@ async def prepare_answer(
         checked = bus.SamplingParams(**sampling)
         check_sampling(checked, target.capabilities)
     params: bus.SamplingParams | JsonObject = checked
-    question = None
-    if isinstance(body, ChatBody) and (service.parsers is not None or given_fields(body, QUESTION)):
-        question = read_question(body, service.parsers)
+    question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
     load = partial(service.tokenizer, target.worker)
     tokenizer = await load() if options.text or body.bad_words else None
     plan = None if question is None else await make_plan(question, service.parsers, tokenizer, target)
