@@ -182,8 +182,9 @@ class SessionTree:
         return [message for each in self.path(turn) for message in (*each.messages, each.answer)]
 
     def setting(self, turn: Turn) -> JsonObject:
-        """Return the setting of a turn; empty if an earlier release stored none."""
-        return next((each.setting for each in reversed(self.path(turn)) if each.setting is not None), {})
+        """Return the setting of a turn; with an empty model if an earlier release stored none."""
+        found = (each.setting for each in reversed(self.path(turn)) if each.setting is not None)
+        return next(found, {"model": "", "tools": None, "variables": None})
 
     def leaves(self, *, interrupted: bool = False) -> list[Turn]:
         """Return the turns without a child. An interrupted turn is no leaf by default, but its parent may be one.

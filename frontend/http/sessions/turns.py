@@ -133,6 +133,8 @@ async def end_join(service: Service, request: Request, session: Session, leaf: T
         return session.ends.get(leaf.id, leaf.join)
     tree = session.tree
     setting = tree.setting(leaf)
+    if not setting["model"]:
+        return UNCHECKED
     try:
         left_s = max(deadline - time.monotonic(), MIN_LEFT_S)
         target = await find_target(service, request, setting["model"], left_s)
@@ -422,6 +424,7 @@ class _Job:
         """Store the answers that have tokens, with the pieces that were written and the last one."""
         request, answer = writer.requests[0], b"".join([*self.running.written, last])
         claim = self.running.claim[0] if self.running.claim is not None and is_complete else None
+        frame = frame_of(self.setting) if self.setting else ""
         for choice in self.served.choices:
             # A request's id is its client's choice, and may be used again.
             tokens = self.served.tokens(choice)
@@ -436,8 +439,8 @@ class _Job:
                 parent=None if parent is None else parent.id,
                 messages=list((self.asked.body.messages or [])[self.match.index :]),
                 answer=self.served.message(choice),
-                frame=frame_of(self.setting),
-                setting=self.setting if parent is None or parent.frame != frame_of(self.setting) else None,
+                frame=frame,
+                setting=self.setting if parent is None or parent.frame != frame else None,
                 prompt_ids=ids_bytes(list(self.prompt)),
                 token_ids=ids_bytes(tokens.ids),
                 logprobs=np.asarray(tokens.scores.logprobs, "<f4").tobytes(),
