@@ -187,10 +187,10 @@ def test_a_stream_can_be_aborted_before_its_first_chunk() -> None:
 def test_a_withdrawn_attempt_does_not_count() -> None:
     """A withdrawn attempt changes only the number on the wire. It does not count as an attempt."""
     stream = ResponseStream(request(), child=0, attempt=0, keep=True)
+    assert stream.add(chunk(0, rows=(0, 2))) == []
     stream.withdraw()
     assert (stream.attempt, stream.num_attempts) == (1, 1)
     delivered = stream.add(chunk(0, 7, 8, 9, rows=(0, 4), attempt=1, end=True))
-
     assert [each.chunk_index for each in delivered] == [0]
     assert stream.num_attempts == 1
 

@@ -363,9 +363,9 @@ class WorkerLinks:
         """Return the next frame of one of `outbound.sendable`, or None if it has no frame now."""
         outgoing = self.outbound.next_frame(outbound)
         if outgoing is not None and outgoing.message is not None:
-            for request in self.requests:
-                if request.message is outgoing.message:
-                    self.requests.pop_message(request)
+            found = next((each for each in self.requests if each.message is outgoing.message), None)
+            if found is not None:
+                self.requests.pop_message(found)
         return outgoing
 
     # Ends of requests

@@ -432,7 +432,6 @@ class ResponseStream:
             reason: error code of the loss.
             now: time of the loss.
         """
-        self._held = None
         request = self._request
         if self.num_tokens and self._keep and not request.sampling.is_continuable:
             self._start_over()
@@ -450,7 +449,7 @@ class ResponseStream:
     def _start_attempt(self, request: GenerateRequest, phase: Literal["decode"] | None = None) -> GenerateRequest:
         self.asked, self.phase = request, phase
         self._is_resumed = self.num_tokens > 0
-        self._verifier = None
+        self._verifier = self._held = None
         self.is_prefilled = False
         return request
 
