@@ -93,12 +93,13 @@ class Signs:
         ]
         seconds = [(second, expected) for _, second, expected in both]
         answers = [(answer_of(one, second), answer_of(one, expected)) for one, second, expected in both]
-        self.differs = self.is_off(pairs, floor, noise, is_replayed=bool(again.tokens))
+        replays = bool(again.tokens)
+        self.differs = self.is_off(pairs, floor, noise, is_replayed=replays)
         """True if the answers differ from the reference."""
         self.second_differs = self.is_off(answers, floor, noise)
         """True if the second pass differs from it."""
         still = again.is_off(dtype, floor, noise)
-        self.heals = bool(again.tokens) and self.differs and again.k3 < free.k3 / 10
+        self.heals = replays and self.differs and again.k3 < free.k3 / 10
         """True if replay removes nine tenths of the difference."""
         faulty = [] if self.misses is None else [i for i, share in enumerate(self.misses.faults) if share > SOME]
         self.first_layer = evidence.layers[faulty[0]] if faulty else None
@@ -120,8 +121,9 @@ class Signs:
         """True if only replay makes a difference."""
         self.rounding = rounding_gain(sampled)
         """How many times less precise routers fit better."""
-        pairs = reference_pairs(greedy, self.expected)
-        others = self.second_differs if seconds else self.is_off(pairs, floor, noise, is_replayed=bool(again.tokens))
+        others = self.second_differs
+        if not seconds:
+            others = self.is_off(reference_pairs(greedy, self.expected), floor, noise, is_replayed=replays)
         tests = sampling_tests(one for one in sampled if one.is_neutral)
         # If greedy answers differ too, their distribution is another one.
         is_tested = not others and (self.drift_sampled or not self.drifts)
