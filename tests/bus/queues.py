@@ -74,7 +74,7 @@ class Publishing:
         """Publish these requests and assert that the queue stores all of them."""
         tokens = [await self.send(data, lane=lane) for data in requests]
         for token in tokens:
-            assert (await self.result(token)).ok
+            assert (result := await self.result(token)).ok, result
 
 
 class Pulling:

@@ -198,7 +198,7 @@ async def test_a_request_is_delivered_again_after_a_nak(nats_url: str, fleet: st
     """After a nak, the queue delivers a request to the next worker with free slots. After an ack, it does not."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet) as worker:
         await until(lambda: exists_queue(client, fleet), True)
-        await client.publish(b"x")
+        await client.publish_all(b"x")
         first = await worker.take()
         worker.num_held -= 1
         await first.nak()
