@@ -142,7 +142,7 @@ def schema_of(kind: Kind) -> Any:
     elif kind == "sessions":
         columns = {name: named(alias) for name, alias in OF_SESSIONS.items()}
         columns |= {name: pa.list_(named(alias)) for name, alias in LISTS_OF_SESSIONS.items()}
-        columns |= {"kv_version_spans": pa.list_(pa.list_(pa.list_(pa.int32()))), "routed_experts": array}
+        columns |= dict.fromkeys(SPANS, pa.list_(pa.list_(pa.list_(pa.int32())))) | {"routed_experts": array}
     elif kind == "scores":
         metrics = pa.map_(pa.string(), pa.float64())
         columns |= {"scored_at": pa.float64(), "reward": pa.float64(), "advantage": pa.float64(), "metrics": metrics}

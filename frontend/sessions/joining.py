@@ -109,11 +109,12 @@ class ChatTemplate:
             CannotJoin: the template does not show where the answer ends.
             SessionError: `special_token_in_content`.
         """
-        try:
-            return self._tail([PROBE, *first_exchange(earlier)], answer, ended_by, messages)
-        except InvalidRequest as error:
-            # The template does not accept the messages after a single question. It may accept them after all others.
-            raise CannotJoin("rejected_alone") from error
+        begin = [PROBE, *first_exchange(earlier)]
+        for change in (dict, _with_first_call):
+            with contextlib.suppress(InvalidRequest):
+                return self._tail([change(each) for each in begin], change(answer), ended_by, messages)
+        # The template does not accept the messages after a single question. It may accept them after all others.
+        raise CannotJoin("rejected_alone")
 
     def _tail(
         self, begin: Sequence[JsonObject], answer: JsonObject, ended_by: str, messages: Sequence[JsonObject]
@@ -268,7 +269,13 @@ class ChatTemplate:
         Returns:
             None: the tokenizer changes text, and what it makes of the whole differs too, so this shows nothing.
         """
-        text, openings = self.render(messages), self._openings(messages, others)
+        try:
+            text = self.render(messages)
+        except InvalidRequest:
+            # No turn begins with a message that the template rejects. So it rejects the calls of an answer.
+            messages = [_with_first_call(each) for each in messages]
+            text = self.render(messages)
+        openings = self._openings(messages, others)
         num_equal = self._num_equal(text, pieces, kept, openings)
         if num_equal < len(pieces):
             ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -335,6 +342,12 @@ def _marked(answer: JsonObject) -> JsonObject:
     # Some templates show only the first call.
     marked = [{**call, "function": {**call["function"], "arguments": {"a": MARK}}} for call in calls]
     return {**plain, "tool_calls": marked}
+
+
+def _with_first_call(message: JsonObject) -> JsonObject:
+    """Return an answer with only its first call: some templates reject several. The sampled ids have them."""
+    is_answer = message["role"] == "assistant" and message.get("tool_calls")
+    return {**message, "tool_calls": message["tool_calls"][:1]} if is_answer else message
 
 
 def _with_text_arguments(message: JsonObject) -> JsonObject:

@@ -264,7 +264,7 @@ def test_instructions_that_the_template_moves_do_not_join() -> None:
 
 
 def test_a_template_that_shows_one_call_or_rejects_reasoning_joins() -> None:
-    """A template may show only the first call, reject reasoning beside text and calls, or end no turn."""
+    """A template may show only the first call, reject several or reasoning beside text and calls, or end no turn."""
     (family,) = (each for each in FAMILIES if each.name == "harmony")
     template = family.template(TOOLS)
     answer = {**call(), "content": "I add.", "reasoning": "2 and 3"}
@@ -274,6 +274,17 @@ def test_a_template_that_shows_one_call_or_rejects_reasoning_joins() -> None:
     with changed_template(template, ("{%- if message.tool_calls %}", f"{raises}{{%- if message.tool_calls %}}")):
         first, tail = template.whole(question), template.tail(two, family.ends[1], [result("5")])
         assert template.check([first, tail], [*question, two, result("5")]) == 2
+    template = next(each for each in FAMILIES if each.name == "llama3").template(TOOLS)
+    messages = [*question, two, result("5"), result("6"), call(), result("7"), two, result("8"), result("9")]
+    tails = [
+        template.tail(messages[at], "<|eot_id|>", messages[at + 1 : end], messages[:at])
+        for at, end in ((1, 4), (4, 6), (6, 9))
+    ]
+    assert template.check([template.whole(question), *tails], messages) == 4
+    assert template.tail(two, "", [result("5")])[0] == template.tokenizer.added_texts["<|eot_id|>"]
+    for reject in (lambda: template.whole(messages), lambda: template.tail(call(), "", messages[1:])):
+        with pytest.raises((InvalidRequest, CannotJoin)):
+            reject()
     (family,) = (each for each in FAMILIES if each.name == "glm")
     template = family.template(TOOLS)
     cut = template.tokenizer.decode(template.tail(call(), "", question), skip_special_tokens=False)

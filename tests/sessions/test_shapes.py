@@ -8,7 +8,7 @@ import numpy as np
 import openai
 
 import rollbus
-from rollbus.bus.client.record_writer import RunRecorder
+from rollbus.bus.client.record_writer import SPANS, RunRecorder
 from rollbus.frontend.http import Settings
 from rollbus.frontend.sessions.samples import leaf_sample, rllm_traces, verifiers_trace
 from rollbus.integrations.sessions import open_session
@@ -168,7 +168,7 @@ async def test_samples_are_recorded_as_parquet(nats_url: str, fleet: str, tmp_pa
         for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
             assert np.array_equal(row[name], getattr(each.sample, name)), name
         assert np.array_equal(row["routed_experts"], each.sample.routed_experts)
-        for name in ("turns", "turn_of_token", "joins", "attempts", "kv_version_spans"):
+        for name in ("turns", "turn_of_token", "joins", "attempts", *SPANS):
             assert row[name] == each.details[name], name
         assert json.loads(row["messages"]) == each.details["messages"]
         assert json.loads(row["forks"]) == each.details["forks"]
