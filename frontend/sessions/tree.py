@@ -15,6 +15,7 @@ from ...schemas.decoding import JsonObject
 from ...schemas.rows import Float32s, Int32s
 from .messages import MessageKey, call_ids, changed_setting, frame_of, key_of
 
+History = Sequence[Mapping[str, Any]]
 WHOLE: Final = "whole"
 """Join: the prompt is one rendering of all messages."""
 CHECKED: Final = "checked"
@@ -201,55 +202,59 @@ class SessionTree:
                 above = self.turns[above].parent
         return [turn for turn in found if turn.id not in inner]
 
-    def find(self, history: Sequence[Mapping[str, Any]], setting: JsonObject) -> Match:
+    def find(self, history: History, setting: JsonObject) -> Match:
         """Return the deepest turn with a setting that a history continues.
 
         Of several, the turn whose ids come back; then the last one that was served completely.
         """
         frame = frame_of(setting)
-        keys, ids = [key_of(message) for message in history], [call_ids(message) for message in history]
         order = {each: place for place, each in enumerate(self.turns)}
-        best = dict.fromkeys((True, False), (0, 0, False, -1))
-        parents: dict[bool, Turn | None] = {True: None, False: None}
-        waiting: list[tuple[Turn | None, int, int]] = [(None, 0, 0)]
+        best: dict[bool, tuple[Any, ...]] = dict.fromkeys((True, False), (0, 0, False, -1, None))
+        waiting: list[tuple[str | None, int, int]] = [(None, 0, 0)]
+        is_split = False
         while waiting:
-            node, index, hits = waiting.pop()
-            for child in self._children.get(None if node is None else node.id, ()):
-                end = index + child.num_messages
+            parent, index, hits = waiting.pop()
+            children = [
+                child
+                for child in self._children.get(parent, ())
                 # The history must have a message after the answer, or it asks nothing new of this turn.
-                if end > len(keys) or self._first_difference(child, keys, index) is not None:
-                    continue
-                found, is_own = hits + child.is_named(ids[end - 1]), child.frame == frame
-                waiting.append((child, end, found))
-                rank = (end, found, child.is_complete, order[child.id])
-                if rank > best[is_own]:
-                    best[is_own], parents[is_own] = rank, child
-        own, other = (
-            Match(parents[each], best[each][0], self._fork(parents[each], keys, best[each][0])) for each in best
-        )
+                if index + child.num_messages <= len(history) and self._first_difference(child, history, index) is None
+            ]
+            # Ids decide only between branches.
+            is_split |= len(children) > 1
+            for child in children:
+                end, is_own = index + child.num_messages, child.frame == frame
+                found = hits + (is_split and child.is_named(call_ids(history[end - 1])))
+                waiting.append((child.id, end, found))
+                best[is_own] = max(best[is_own], (end, found, child.is_complete, order[child.id], child))
+        own, other = (Match(turn, end, self._fork(turn, history, end)) for end, *_, turn in best.values())
         if other.parent is None or best[False][:2] <= best[True][:2]:
             return own
         fork = Fork(message=own.index, field=changed_setting(self.setting(other.parent), setting))
         return Match(own.parent, own.index, fork, None if fork.field == "model" else other)
 
-    def _first_difference(self, child: Turn, keys: Sequence[MessageKey], index: int) -> tuple[int, str] | None:
+    def _first_difference(self, child: Turn, history: History, index: int) -> tuple[int, str] | None:
         """Return place and field of the first message in which a history from `index` on differs from a turn.
 
         The field is empty if the history ends there.
         """
         for place, served in enumerate(self._keys[child.id]):
-            if index + place >= len(keys):
+            at = index + place
+            if at >= len(history):
                 return place, ""
-            if (differing := keys[index + place].difference(served)) is not None:
+            # Most messages are as they were, and need no key. Calls do: as values, 1 and 1.0 are equal.
+            if served.role != "assistant" and history[at] == child.messages[place]:
+                continue
+            if (differing := key_of(history[at]).difference(served)) is not None:
                 return place, differing
         return None
 
-    def _fork(self, parent: Turn | None, keys: Sequence[MessageKey], index: int) -> Fork | None:
+    def _fork(self, parent: Turn | None, history: History, index: int) -> Fork | None:
         """Return where a history leaves all turns after `parent`; None: there is no turn after it."""
         found = [
             difference
             for child in self._children.get(None if parent is None else parent.id, ())
-            if (difference := self._first_difference(child, keys, index)) is not None
+            if (difference := self._first_difference(child, history, index)) is not None
         ]
         if not found:
             return None
