@@ -1,6 +1,6 @@
 """The sample of a leaf: all tokens of its path, and which of them were sampled, when, and by which weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -128,30 +128,26 @@ def join_rows(path: list[Turn], rows: Mapping[str, Rows]) -> Rows:
     return np.concatenate([rows[turn.id] for turn in path])
 
 
-def rllm_traces(tree: SessionTree, leaves: Sequence[Turn], session: str) -> list[JsonObject]:
-    """Return the turns of the leaves' paths as traces of rllm's gateway, each once."""
-    found: list[JsonObject] = []
+def rllm_traces(tree: SessionTree, leaves: Sequence[Turn], session: str) -> Iterator[JsonObject]:
+    """Yield the turns of the leaves' paths as traces of rllm's gateway, each once. Each has its whole history."""
     for turn in _turns_of(tree, leaves):
         path, versions = tree.path(turn), int32(turn.weight_versions)
         parent = path[-2] if turn.parent else None
         prompt_ids = [*tree.token_ids(parent).tolist(), *int32(turn.prompt_ids).tolist()]
-        found.append(
-            {
-                "trace_id": turn.id,
-                "session_id": session,
-                "model": tree.setting(turn)["model"],
-                "timestamp": turn.served_at,
-                "messages": [*tree.messages(parent), *turn.messages],
-                "response_message": turn.answer,
-                "prompt_token_ids": prompt_ids,
-                "completion_token_ids": int32(turn.token_ids).tolist(),
-                "logprobs": _floats(float32(turn.logprobs)),
-                "finish_reason": _reason(turn),
-                "token_counts": {"prompt": len(prompt_ids), "completion": turn.num_sampled},
-                "weight_version": int(versions[-1]) if len(versions) else None,
-            }
-        )
-    return found
+        yield {
+            "trace_id": turn.id,
+            "session_id": session,
+            "model": tree.setting(turn)["model"],
+            "timestamp": turn.served_at,
+            "messages": [*tree.messages(parent), *turn.messages],
+            "response_message": turn.answer,
+            "prompt_token_ids": prompt_ids,
+            "completion_token_ids": int32(turn.token_ids).tolist(),
+            "logprobs": _floats(float32(turn.logprobs)),
+            "finish_reason": _reason(turn),
+            "token_counts": {"prompt": len(prompt_ids), "completion": turn.num_sampled},
+            "weight_version": int(versions[-1]) if len(versions) else None,
+        }
 
 
 def verifiers_trace(tree: SessionTree, leaves: Sequence[Turn], session: str, reward: float | None) -> JsonObject:
@@ -183,8 +179,7 @@ def verifiers_trace(tree: SessionTree, leaves: Sequence[Turn], session: str, rew
         ends[turn.id] = parent
         size = sum(each.num_prompt + each.num_sampled for each in path)
         usage = {"prompt_tokens": size - turn.num_sampled, "completion_tokens": turn.num_sampled}
-        call = {"node": parent, "model": setting["model"], "finish_reason": _reason(turn), "usage": usage}
-        calls.append(call)
+        calls.append({"node": parent, "model": setting["model"], "finish_reason": _reason(turn), "usage": usage})
     rewards = {} if reward is None else {"session": {"score": reward}}
     return {"id": session, "nodes": nodes, "calls": calls, "rewards": rewards, "is_completed": True, "ok": True}
 

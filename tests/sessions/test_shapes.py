@@ -63,7 +63,7 @@ def forked_tree() -> Any:
 def test_the_traces_have_the_shape_of_rllm() -> None:
     """Each turn is one trace, with all tokens of its prompt, though two leaves may share it."""
     tree = forked_tree()
-    traces = rllm_traces(tree, tree.leaves(), "s")
+    traces = list(rllm_traces(tree, tree.leaves(), "s"))
     assert [trace["trace_id"] for trace in traces] == ["t0", "t1", "t2"]
     for trace in traces:
         assert trace.keys() - {"weight_version"} == RLLM.keys()
@@ -121,12 +121,10 @@ async def test_a_session_whose_weights_changed_says_which_computed_its_kv(
 ) -> None:
     """Each turn has the version of its tokens and of its whole KV, though the prompt of the later turn is cached."""
     writes += ["One.", "Two."]
+    weights = tmp_path / "weights"
     for seed, name in enumerate(("one", "two")):
-        write_checkpoint(tmp_path / "weights" / name, seed=seed)
-    worker: dict[str, Any] = {
-        "model_path": str(tmp_path / "weights" / "one"),
-        "weight_roots": (str(tmp_path / "weights"),),
-    }
+        write_checkpoint(weights / name, seed=seed)
+    worker: dict[str, Any] = {"model_path": str(weights / "one"), "weight_roots": (str(weights),)}
     settings = Settings(tokenizer=save_qwen3(tmp_path), reasoning_parser="qwen3")
     async with http_service(nats_url, fleet, settings, config=CONFIG, **worker) as http:
         owner = Owner(http.client)
@@ -135,7 +133,7 @@ async def test_a_session_whose_weights_changed_says_which_computed_its_kv(
         async with agent_of(session) as agent:
             for version in (0, 7):
                 if version:
-                    await http.rb.fleet.update_weights(tmp_path / "weights" / "two", version=version)
+                    await http.rb.fleet.update_weights(weights / "two", version=version)
                 (choice,) = (await agent.chat.completions.create(model="synthetic", messages=history)).choices
                 history = [*history, choice.message.model_dump(exclude_none=True), USER]
         (sample,) = await owner.samples(session)

@@ -171,7 +171,7 @@ def test_a_sample_has_each_token_once_and_trains_only_sampled_ones() -> None:
     assert sample.turn_of_token == [0] * 5 + [1] * 5
     assert sample.logprobs == [0, 0, 0, -0.5, -0.25] * 2
     assert (sample.reward, sample.turn_rewards) == (1.0, {"t0": 0.5})
-    traces = rllm_traces(tree, [tree.turns["t1"]], "s")
+    traces = list(rllm_traces(tree, [tree.turns["t1"]], "s"))
     assert [len(each["prompt_token_ids"]) for each in traces] == [3, 8]
     assert traces[1]["messages"] == [USER, called(reasoning="Hm."), tool("5")]
 

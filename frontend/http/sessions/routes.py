@@ -3,8 +3,6 @@
 import math
 import secrets
 import time
-from collections.abc import Iterator
-from itertools import chain
 from typing import Final
 
 import msgspec
@@ -23,7 +21,7 @@ from ..agents.message_blocks import message_error
 from ..agents.routes import count_tokens, read_turn
 from ..agents.turns import renamed_errors
 from ..body import decode_body, read_body
-from ..calls import JsonPieces, json_response
+from ..calls import JsonPieces, json_response, object_json, objects_json
 from ..control.bodies import read_query
 from ..errors import HttpError, invalid
 from ..openai.body import ChatBody
@@ -170,20 +168,20 @@ async def read_samples(service: Service, request: Request) -> Response:
             raise invalid("leaf", f"is {describe(query.leaf)}", "the id of a leaf of this session")
     head, tree = session.head, session.tree
     if query.shape == "rllm":
-        return json_response(rllm_traces(tree, leaves, head.id))
+        return JsonPieces(objects_json(rllm_traces(tree, leaves, head.id)), {})
     if query.shape == "verifiers":
         return json_response(verifiers_trace(tree, leaves, head.id, head.reward))
     with_rows = head.routed_experts and query.rows
-    pieces: list[Iterator[bytes]] = []
+    found = []
     for leaf in leaves:
-        join = await end_join(service, request, session, leaf, deadline)
-        sample = leaf_sample(tree, leaf, head.rewards, head.reward, join)
-        path = tree.path(leaf)
+        path, join = tree.path(leaf), await end_join(service, request, session, leaf, deadline)
         rows = join_rows(path, await service.sessions.rows(session, path)) if with_rows else None
-        own = msgspec.json.encode(sample)[:-1] + b',"routed_experts":'
-        of_rows: Iterator[bytes] = iter((b"null",)) if rows is None else routed_experts_json(rows, 0)
-        pieces.append(chain((b"," if pieces else b"", own), of_rows, (b"}",)))
-    return JsonPieces(chain((b'{"samples":[',), chain.from_iterable(pieces), (b"]}",)), {})
+        found.append((leaf, join, None if rows is None else routed_experts_json(rows, 0)))
+    samples = (
+        msgspec.structs.asdict(leaf_sample(tree, leaf, head.rewards, head.reward, join)) | {"routed_experts": rows}
+        for leaf, join, rows in found
+    )
+    return JsonPieces(object_json({"samples": objects_json(samples)}), {})
 
 
 async def session_chat(service: Service, request: Request) -> Response:
