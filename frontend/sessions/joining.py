@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from itertools import pairwise, product
 from typing import Any, Final
 
@@ -156,7 +155,8 @@ class ChatTemplate:
             # Another special token that ended the turn stands in the place of the template's.
             first = self._special_at_start(after) if ended_by and alone.strip() else ""
             return after.index(first) + len(first) if first else 0
-        end = self._special_at_start(self._end_without_calls)
+        plain = self.render([PROBE, _marked({"role": "assistant"})], opens=False)
+        end = self._special_at_start(_after_mark(plain))
         if not end and not ended_by and after.startswith(alone):
             # The template ends no turn.
             return len(alone)
@@ -164,10 +164,6 @@ class ChatTemplate:
         if at < 0:
             raise CannotJoin("end_hidden")
         return at + (len(end) if ended_by else 0)
-
-    @cached_property
-    def _end_without_calls(self) -> str:
-        return _after_mark(self.render([PROBE, _marked({"role": "assistant"})], opens=False))
 
     def _special_at_start(self, text: str) -> str:
         text = text.lstrip()

@@ -4,7 +4,6 @@ A writer gets the parts of an answer in any split and returns the events of a st
 answer, so both have the same blocks.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -126,11 +125,3 @@ def encode_events(events: list[JsonObject]) -> bytes:
     return b"".join(
         b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
     )
-
-
-def whole_answer(writer: BlockWriter, parts: AnswerParts, end: AnswerEnd) -> Mapping[str, object]:
-    """Return a whole answer as the document of its API."""
-    writer.begin(end.usage)
-    writer.add(parts)
-    writer.end(end)
-    return writer.document

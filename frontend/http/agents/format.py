@@ -22,7 +22,7 @@ from ..requests import named_errors
 from ..service import Service
 from ..writer import KEEP_ALIVE_S, AnswerWriter
 from . import messages, responses
-from .answers import ABORTED, AnswerEnd, BlockWriter, encode_events, whole_answer
+from .answers import ABORTED, AnswerEnd, BlockWriter, encode_events
 from .message_blocks import UNSEALED, MessageWriter
 from .response_items import ResponseWriter
 from .turns import renamed_errors
@@ -110,7 +110,11 @@ class AgentFormat(ChatFormat):
                 parts = await reader.whole(update.text, update.tokens.ids.tolist())
             self._keep(writer, choice, update, parts)
             end = await self._end(writer, choice, reader)
-            return msgspec.json.encode(whole_answer(self._blocks, parts, end))
+            # The events of a stream are not needed. The document is the same.
+            self._blocks.begin(end.usage)
+            self._blocks.add(parts)
+            self._blocks.end(end)
+            return msgspec.json.encode(self._blocks.document)
 
     async def events(self, service: Service, request: Request, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream.

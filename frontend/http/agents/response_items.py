@@ -116,12 +116,8 @@ class ResponseWriter(BlockWriter):
 
     def call_block(self, call: CallPart, arguments: str) -> list[JsonObject]:
         """Return the events of a call."""
-        item = {
-            "id": f"fc_{self._id}_{len(self._items)}",
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-        }
+        item_id = f"fc_{self._id}_{len(self._items)}"
+        item = {"id": item_id, "type": "function_call", "call_id": call.id, "name": call.name}
         for namespace in self._namespaces:
             begin, _, name = (call.name or "").partition(namespace + NAMESPACE)
             if name and not begin:
