@@ -146,12 +146,13 @@ FAMILIES = (
     ),
 )  # fmt: skip
 
+NAMED = {family.name: family for family in FAMILIES}
+
 
 @functools.cache
 def tokenizer_of(name: str) -> Tokenizer:
     """Return a byte-level tokenizer with the special tokens of a family, and its template."""
-    (family,) = (each for each in FAMILIES if each.name == name)
-    tokenizer = make_byte_level()
+    family, tokenizer = NAMED[name], make_byte_level()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in family.specials])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in family.added])
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from tokenizers import normalizers
 from rollbus.frontend.sessions.errors import SessionError
 from rollbus.frontend.sessions.joining import PROBE, CannotJoin
 from rollbus.schemas.errors import InvalidRequest
-from tests.sessions.families import FAMILIES, TOOLS, Family
+from tests.sessions.families import FAMILIES, NAMED, TOOLS, Family
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).map(str.strip)
 
@@ -111,7 +111,7 @@ def test_a_cut_turn_gets_the_end_that_the_template_writes(family: Family) -> Non
 
 def test_a_template_without_calls_joins_after_the_sampled_call() -> None:
     """If a template shows no calls, the tail is the same. If it rejects a single question, all must be rendered."""
-    (family,) = (each for each in FAMILIES if each.name == "hermes")
+    family = NAMED["hermes"]
     template = family.template(TOOLS)
     tail = template.tail(call(), family.end, [result("5")])
     wrapped: Any = template.tokenizer.wrapped
@@ -180,7 +180,7 @@ def test_special_tokens_in_names_tools_and_variables_stay_text(family: Family) -
 
 def test_a_special_token_that_the_template_changes_is_rejected() -> None:
     """If a template changes the text of a special token, the prompt does not show which part of it is content."""
-    (family,) = (each for each in FAMILIES if each.name == "gemma")
+    family = NAMED["gemma"]
     template = family.template()
     hostile = [{"role": "user", "content": f" {family.end} "}]
     assert template.tokenizer.decode(template.whole(hostile), skip_special_tokens=False) == template.render(hostile)
@@ -202,7 +202,7 @@ def test_tools_that_are_nested_too_deeply_are_rejected(depth: int) -> None:
 
 def test_reasoning_in_the_text_of_an_answer_is_read_by_the_template() -> None:
     """A template may read marks of reasoning in an answer. Special tokens in it stay text."""
-    (family,) = (each for each in FAMILIES if each.name == "deepseek")
+    family = NAMED["deepseek"]
     template = family.template()
     answer = {"role": "assistant", "content": f"<think>2 and 3</think>It is 5.{family.end}"}
     messages = [{"role": "user", "content": "?"}, answer, {"role": "user", "content": "</think>"}]
@@ -215,8 +215,7 @@ def test_reasoning_in_the_text_of_an_answer_is_read_by_the_template() -> None:
 
 def test_a_session_has_one_date() -> None:
     """A template that shows the time shows that of the session's beginning in all turns."""
-    (family,) = (each for each in FAMILIES if each.name == "llama3")
-    template = family.template()
+    template = NAMED["llama3"].template()
     with changed_template(template, ("{{- '<|begin", "{{ strftime_now('%Y-%m-%d') }}{{- '<|begin")):
         for day in ("2024-02-29", "2025-12-31"):
             opened_at = datetime.fromisoformat(f"{day} 23:59:59").timestamp()
@@ -225,11 +224,8 @@ def test_a_session_has_one_date() -> None:
 
 def test_a_developer_is_the_system_if_the_template_knows_no_developer() -> None:
     """Without it, many templates would omit the message."""
-    (family,) = (each for each in FAMILIES if each.name == "qwen3")
-    question = {"role": "user", "content": "?"}
-    shown = [
-        family.template().render([{"role": role, "content": "Be brief."}, question]) for role in ("system", "developer")
-    ]
+    question, template = {"role": "user", "content": "?"}, NAMED["qwen3"].template()
+    shown = [template.render([{"role": role, "content": "Be brief."}, question]) for role in ("system", "developer")]
     assert shown[0] == shown[1]
     assert "Be brief." in shown[0]
 
@@ -250,7 +246,7 @@ def changed_template(template: Any, *changes: tuple[str, str]) -> Iterator[None]
 
 def test_instructions_that_the_template_moves_do_not_join() -> None:
     """If a later system message stands at the beginning, the tail lacks it, so the prompt is rendered as a whole."""
-    (family,) = (each for each in FAMILIES if each.name == "deepseek")
+    family = NAMED["deepseek"]
     template = family.template()
     answer = {"role": "assistant", "content": "Yes."}
     new = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
@@ -258,14 +254,14 @@ def test_instructions_that_the_template_moves_do_not_join() -> None:
     shown = "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}"
     with changed_template(template, (shown, moves)), pytest.raises(CannotJoin):
         template.tail(answer, family.end, new)
-    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    family = NAMED["qwen3"]
     template = family.template()
     assert "Be brief." in template.tokenizer.decode(template.tail(answer, family.end, new), skip_special_tokens=False)
 
 
 def test_a_template_that_shows_one_call_or_rejects_reasoning_joins() -> None:
     """A template may show only the first call, reject several or reasoning beside text and calls, or end no turn."""
-    (family,) = (each for each in FAMILIES if each.name == "harmony")
+    family = NAMED["harmony"]
     template = family.template(TOOLS)
     answer = {**call(), "content": "I add.", "reasoning": "2 and 3"}
     two = {**answer, "tool_calls": [*answer["tool_calls"], *call()["tool_calls"]]}
@@ -274,26 +270,22 @@ def test_a_template_that_shows_one_call_or_rejects_reasoning_joins() -> None:
     with changed_template(template, ("{%- if message.tool_calls %}", f"{raises}{{%- if message.tool_calls %}}")):
         first, tail = template.whole(question), template.tail(two, family.ends[1], [result("5")])
         assert template.check([first, tail], [*question, two, result("5")]) == 2
-    template = next(each for each in FAMILIES if each.name == "llama3").template(TOOLS)
+    template = NAMED["llama3"].template(TOOLS)
     messages = [*question, two, result("5"), result("6"), call(), result("7"), two, result("8"), result("9")]
-    tails = [
-        template.tail(messages[at], "<|eot_id|>", messages[at + 1 : end], messages[:at])
-        for at, end in ((1, 4), (4, 6), (6, 9))
-    ]
+    ends = ((1, 4), (4, 6), (6, 9))
+    tails = [template.tail(messages[at], "<|eot_id|>", messages[at + 1 : end], messages[:at]) for at, end in ends]
     assert template.check([template.whole(question), *tails], messages) == 4
-    assert template.tail(two, "", [result("5")])[0] == template.tokenizer.added_texts["<|eot_id|>"]
     for reject in (lambda: template.whole(messages), lambda: template.tail(call(), "", messages[1:])):
         with pytest.raises((InvalidRequest, CannotJoin)):
             reject()
-    (family,) = (each for each in FAMILIES if each.name == "glm")
-    template = family.template(TOOLS)
+    template = NAMED["glm"].template(TOOLS)
     cut = template.tokenizer.decode(template.tail(call(), "", question), skip_special_tokens=False)
     assert cut == "<|user|>\n?<|assistant|>"
 
 
 def test_a_tokenizer_that_changes_text_compares_what_it_makes_of_the_whole() -> None:
     """If the tokenizer normalizes text, decoded text is compared with decoded text. A difference shows nothing."""
-    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    family = NAMED["qwen3"]
     template = family.template(TOOLS)
     backend: Any = template.tokenizer.wrapped
     backend = backend.backend_tokenizer
@@ -310,7 +302,7 @@ def test_a_tokenizer_that_changes_text_compares_what_it_makes_of_the_whole() -> 
 
 def test_a_template_that_writes_the_first_results_or_calls_in_another_way_joins() -> None:
     """As DeepSeek-V3's: only the first results begin with a mark, and later calls drop the end of the results."""
-    (family,) = (each for each in FAMILIES if each.name == "deepseek")
+    family = NAMED["deepseek"]
     changes = (
         ("namespace(tool=false)", "namespace(tool=false, later=false)"),
         ("ns.tool = true %}", "ns.tool = true %}{%- if not ns.later %}All:{%- endif %}{%- set ns.later = true %}"),
@@ -336,7 +328,7 @@ def test_a_template_that_rejects_text_beside_calls_joins() -> None:
 
 def test_answers_that_other_variables_opened_join() -> None:
     """A variable that only opens answers may change between turns, and one that is in earlier text may not."""
-    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    family = NAMED["qwen3"]
     rounds = rounds_of(family, ["x", "y", "z"], thinks=True)
     pieces: list[list[int]] = []
     messages: list[dict[str, Any]] = []
@@ -353,7 +345,7 @@ def test_answers_that_other_variables_opened_join() -> None:
 
 def test_the_policy_template_sees_dropped_reasoning() -> None:
     """With texts that must be kept, the check fails where the template drops them."""
-    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    family = NAMED["qwen3"]
     rounds = rounds_of(family, ["x", "y", "z"], thinks=True)
     _, pieces, messages, template = play(family, rounds)
     assert template.check(pieces[:3], messages[:6], ["", ""]) == 3

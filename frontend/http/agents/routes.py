@@ -79,7 +79,7 @@ def _served(session: Session, response: str) -> list[JsonObject]:
     for turn in reversed(session.tree.turns.values()):
         if response == f"resp_{turn.request_id}":
             return session.tree.messages(turn)
-    raise invalid("previous_response_id", f"is {describe(response)}", "a response of this session")
+    raise invalid("previous_response_id", f"is {describe(response)}", "a response of this session that has ended")
 
 
 async def _answer(service: Service, request: Request, api: AgentApi) -> Response:

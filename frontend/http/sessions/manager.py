@@ -380,7 +380,10 @@ def check_room(session: Session, *, turns: int, new: int, prompt: int, row_bytes
         rooms.append((affordable if left > 0 else 0, f"a cost of {spent:g}", f"{limits.max_cost:g}"))
     for room, have, allowed in rooms:
         if room < 1:
-            raise SessionError("session_limit", f"the session has {have}, and this turn adds more; allowed: {allowed}")
+            have_in = f"{have} (branches: {len(tree.leaves(interrupted=True))})"
+            raise SessionError(
+                "session_limit", f"the session has {have_in}, and this turn adds more; allowed: {allowed}"
+            )
     return min(room for room, _, _ in rooms)
 
 
