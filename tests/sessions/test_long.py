@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rollbus.frontend.http.sessions.store import SessionStore
+from rollbus.frontend.sessions import tree
 from rollbus.frontend.tokenization import Tokenizer
 from tests.sessions.support import agent_of, replace_context, serving, writes
 
@@ -33,6 +34,8 @@ async def test_turns_tokenize_and_store_each_message_once(
 
     monkeypatch.setattr(Tokenizer, "encode", count_text)
     monkeypatch.setattr(SessionStore, "put", count_bytes)
+    # Ids decide only between branches. A call would fail the turn.
+    monkeypatch.setattr(tree, "call_ids", None)
     writes += ["It is " + "so " * 30] * TURNS
     async with serving(nats_url, fleet, tmp_path, config=replace_context(1 << 18)) as (_, owner):
         session = await owner.open()
@@ -43,8 +46,7 @@ async def test_turns_tokenize_and_store_each_message_once(
                 answer = await agent.chat.completions.create(model="synthetic", messages=history)
                 history.append(answer.choices[0].message.model_dump(exclude_none=True))
         (sample,) = await owner.samples(session, rows=False)
-    size = len(sample["token_ids"])
-    assert size > 50_000
+    assert (size := len(sample["token_ids"])) > 50_000
     assert sample["joins"].count("checked") == 6
     # The engine's text of the answers is encoded by the test, and a probe for each turn by the template.
     assert encoded < 2 * size
