@@ -480,11 +480,9 @@ class ModelNames:
         await self._watcher.wait_awaited(model)
         known: tuple[str, ...] = (model,)
         if all(worker.model != model for worker in self._watcher.snapshot.workers):
-            try:
+            # If they cannot be read, it may be known. A request that fails as `no_workers` may be sent again.
+            with suppress(BusBroken):
                 known = await self._recorded_models.get(self._store.models)
-            except BusBroken:
-                # The model may be known. A request that fails as `no_workers` may be sent again.
-                known = (model,)
         try:
             return self._watcher.snapshot.resolve_model(model, known)
         except NoWorkers:

@@ -324,6 +324,17 @@ def test_a_restarted_worker_replaces_its_earlier_incarnation() -> None:
     assert [worker.incarnation for worker in view.workers()] == ["2"]
 
 
+def test_a_worker_that_was_stopped_for_long_does_not_end_its_successor() -> None:
+    """If a stopped process continues and fences itself, another process that has its id meanwhile stays."""
+    stays = replace(NEW, host="h", pid=2)
+    view, fenced = table_of(OLD, stays), replace(OLD, incarnation="3", state=WorkerState.FENCED, host="h", pid=1)
+    for late in (fenced, fenced, replace(fenced, state=WorkerState.FAILED)):
+        assert view.update(late, 1.0) is None
+    assert view.workers() == (stays,)
+    gone = view.update(replace(fenced, incarnation="4", pid=2), 2.0)
+    assert (gone.incarnation, view.snapshot.serving) == ("2", frozenset())
+
+
 def test_the_number_of_incarnations_with_one_id_is_bounded() -> None:
     """The number of incarnations with one id is bounded, and further ones are ignored."""
     view = PresenceTable()

@@ -42,20 +42,18 @@ class FleetSnapshot:
     @cached_property
     def served(self) -> tuple[str, ...]:
         """The sorted models for which a worker accepts requests now or soon: the worker may be paused or updating."""
-        present = (worker for worker in self.workers if worker.state.is_present)
-        return tuple(sorted({worker.model for worker in present if accepts_whole_requests(worker)}))
+        return tuple(sorted({w.model for w in self.workers if w.state.is_present and accepts_whole_requests(w)}))
 
     @cached_property
     def awaited(self) -> frozenset[str]:
         """The models for which a worker accepts requests now or soon: it may also be starting."""
-        starting = (worker for worker in self.workers if worker.state is WorkerState.STARTING and worker.start_left_s)
-        return frozenset((*self.served, *(worker.model for worker in starting)))
+        starting = (w.model for w in self.workers if w.state is WorkerState.STARTING and w.start_left_s)
+        return frozenset((*self.served, *starting))
 
     @cached_property
     def serving(self) -> frozenset[str]:
         """The models for which a worker accepts requests and runs them now."""
-        able = (worker for worker in self.workers if accepts_whole_requests(worker))
-        return frozenset(worker.model for worker in able if worker.state is WorkerState.SERVING)
+        return frozenset(w.model for w in self.workers if w.state is WorkerState.SERVING and accepts_whole_requests(w))
 
     @cached_property
     def prefillers(self) -> Mapping[str, tuple[str, ...]]:
@@ -234,10 +232,13 @@ class _Worker:
     others: dict[str, _Tracked] = field(default_factory=dict)
     replaced: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
 
-    def is_namesake(self, incarnation: str) -> bool:
-        """Return True if an incarnation is of another worker than the followed one, and both are or were live."""
-        is_other = incarnation != self.followed.presence.incarnation
-        return is_other and (incarnation in self.replaced or incarnation in self.others)
+    def is_namesake(self, presence: WorkerPresence) -> bool:
+        """Return True if presence is of another worker than the followed one, and both are or were live."""
+        followed, incarnation = self.followed.presence, presence.incarnation
+        # A fence begins an incarnation of the same process. One that was stopped for long does not end its successor.
+        is_own = (presence.host, presence.pid) == (followed.host, followed.pid)
+        is_stray = presence.state is WorkerState.FENCED and not is_own
+        return incarnation != followed.incarnation and (is_stray or incarnation in (*self.replaced, *self.others))
 
 
 class PresenceTable:
@@ -260,7 +261,7 @@ class PresenceTable:
     def update(self, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:
         """Handle presence. Return the incarnation or worker that it ended, or the worker that has survived."""
         known = self._workers.get(presence.worker)
-        if known is not None and known.is_namesake(presence.incarnation):
+        if known and known.is_namesake(presence):
             return self._update_namesake(known, presence, now)
         silent = self._silent.pop(presence.worker, None)
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED):
@@ -341,6 +342,8 @@ class PresenceTable:
         incarnation = presence.incarnation
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.FENCED):
             if incarnation not in known.others:
+                if incarnation not in known.replaced:
+                    known.replaced.append(incarnation)
                 return None
             is_death = presence.state is WorkerState.FAILED
             return _end_namesake(known, incarnation, f"it is {presence.state}", is_death=is_death)
@@ -396,8 +399,7 @@ class PresenceTable:
 
     def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Return the live workers by id, of one model or of all."""
-        everyone = (known.followed.presence for _, known in sorted(self._workers.items()))
-        return tuple(presence for presence in everyone if model in (None, presence.model))
+        return tuple(presence for presence, _ in self.heard() if model in (None, presence.model))
 
     def heard(self) -> tuple[tuple[WorkerPresence, float], ...]:
         """Return the live workers by id, each with the time of its last presence."""
