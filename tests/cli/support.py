@@ -154,6 +154,7 @@ class Terminal:
 
     def __init__(self, process: subprocess.Popen[bytes] | Fork, end: int) -> None:
         self._process = process
+        self.pid = process.pid
         self._end = end
         # One read may end within a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")()

@@ -20,7 +20,7 @@ from rollbus.schemas.presence import WorkerCounters
 from tests.cli.support import Terminal, on_terminal, run_rollbus, run_together
 from tests.support.fleet import presence, synthetic_worker
 from tests.support.nats_server import require_binary
-from tests.support.processes import becomes_true
+from tests.support.processes import becomes_true, state_of
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,9 @@ async def test_a_signal_leaves_the_terminal_as_before(nats_url: str, fleet: str,
             assert terminal.settings() != before
             terminal.signal(signal.SIGTSTP)
             await until(terminal, re.escape(LEAVE))
-            assert await asyncio.to_thread(becomes_true, lambda: terminal.settings() == before)
+            # It stops itself after it has restored everything. A SIGCONT before that would not continue it.
+            assert await asyncio.to_thread(becomes_true, lambda: state_of(terminal.pid) == "T")
+            assert terminal.settings() == before
             terminal.signal(signal.SIGCONT)
             await until(terminal, r"serving +a")
             terminal.signal(number)

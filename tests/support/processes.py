@@ -67,8 +67,13 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state_of(pid) != "Z"
     return not Path("/proc/self").exists()
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state: T if it is stopped, Z for a zombie."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def parent_of(pid: int) -> int:

@@ -175,12 +175,13 @@ def open_screen() -> Iterator["FullScreen"]:
     """
     with held_logs():
         screen = FullScreen()
-        try:
-            screen.take()
-            with screen.listening():
+        # A signal while the screen is taken or given back must not end this process with the terminal as it is then.
+        with screen.listening():
+            try:
+                screen.take()
                 yield screen
-        finally:
-            screen.give_back()
+            finally:
+                screen.give_back()
 
 
 class FullScreen:
@@ -188,7 +189,7 @@ class FullScreen:
 
     def __init__(self) -> None:
         self._console = Console(markup=False, highlight=False)
-        self._stdin = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._stdin = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
         self._before: list[Any] | None = None
         self._live: Live | None = None
         self._reader = KeyReader()
@@ -282,10 +283,7 @@ class FullScreen:
             data = os.read(stdin, READ_BYTES)
         except OSError:  # Linux raises this if the terminal is closed
             data = b""
-        if not data:
-            self._end()
-            return
-        self._pressed.extend(self._reader.read(data))
+        self._pressed.extend(self._reader.read(data) if data else ["quit"])
         self.wake()
 
 
