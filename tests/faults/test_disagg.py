@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import os
-import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import Generation
-from rollbus.bus.protocol.attempt.events import Event, Instruction, Lost, Offered
+from rollbus.bus.protocol.attempt.events import Event, Instruction, Lost
 from rollbus.bus.protocol.attempt.machine import AttemptMachine
 from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.schemas.chunk import FinishReason
@@ -25,13 +23,14 @@ from tests.bus.test_disagg import check_equal
 from tests.chaos.workload import VOCAB_SIZE
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
-from tests.support.fleet import until_known
+from tests.support.fleet import kill_at_work, until_known
 from tests.support.processes import worker_process
 from tests.support.requests import Load, outcome
 from tests.support.waits import until_true
 
 ALONE = SyntheticConfig()
 SLOW_LOADS = SyntheticConfig(kv_load_s=0.5)
+SMALL_STEPS = SyntheticConfig(prefill_step_tokens=1)
 
 
 @contextlib.asynccontextmanager
@@ -181,18 +180,15 @@ async def test_a_phase_without_a_token_fails_when_its_weights_change(
     one, two = folders(tmp_path)
     request = long("r", max_tokens=6)
     fields: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(tmp_path),)}
-    async with (
-        disaggregated(nats_url, fleet, decode=SLOW_LOADS, **fields) as both,
-        asyncio.TaskGroup() as tasks,
-    ):
+    configs = {"prefill": SMALL_STEPS, "decode": replace(SLOW_LOADS, kv_load_s=1.5)}
+    async with disaggregated(nats_url, fleet, **configs, **fields) as both, asyncio.TaskGroup() as tasks:
         engine = both.engines["p"]
-        quick = engine._config
-        # The update must come before the end of this step, also on a busy machine.
-        engine._config = replace(quick, step_s=4.0 if worker == "p" else 0.0)
+        # The update must begin before the end of the prefill phase, which has a step for each token of the prompt.
+        engine._config = replace(SMALL_STEPS, step_s=0.5 if worker == "p" else 0.0)
         under_way = tasks.create_task(both.rb.complete(request))
         await until_received(both, worker, 1)
-        engine._config = quick
         await both.rb.fleet.update_weights(str(two), version=1, mode="keep")
+        engine._config = SMALL_STEPS
         result = await under_way
 
         old = 0 if worker == "p" else 1
@@ -219,39 +215,18 @@ async def test_a_decode_worker_continues_alone_after_a_failed_kv_transfer(nats_u
         await check_serves(both)
 
 
-def observe_events(monkeypatch: pytest.MonkeyPatch, observer: Callable[[AttemptMachine, Event], None]) -> None:
-    """Pass each event of the requests of this process to `observer` before it is handled."""
-    handle = AttemptMachine.handle
-
-    def handle_observed(self: AttemptMachine, event: Event, now: float) -> Sequence[Instruction]:
-        observer(self, event)
-        return handle(self, event, now)
-
-    monkeypatch.setattr(AttemptMachine, "handle", handle_observed)
-
-
 def record_losses(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     """Return the set of workers at which clients of this process lose attempts from now on."""
     workers: set[str | None] = set()
+    handle = AttemptMachine.handle
 
-    def record(request: AttemptMachine, event: Event) -> None:
+    def handle_recorded(self: AttemptMachine, event: Event, now: float) -> Sequence[Instruction]:
         if isinstance(event, Lost):
-            workers.add(request.worker)
+            workers.add(self.worker)
+        return handle(self, event, now)
 
-    observe_events(monkeypatch, record)
+    monkeypatch.setattr(AttemptMachine, "handle", handle_recorded)
     return workers
-
-
-def record_doomed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Return the process ids of workers to kill when a client of this process receives their next offer."""
-    doomed: dict[str, int] = {}
-
-    def strike(request: AttemptMachine, event: Event) -> None:
-        if isinstance(event, Offered) and request.worker is None and event.worker in doomed:
-            os.kill(doomed.pop(event.worker), signal.SIGKILL)
-
-    observe_events(monkeypatch, strike)
-    return doomed
 
 
 @pytest.mark.proves("P95")
@@ -273,13 +248,10 @@ async def test_requests_of_killed_workers_of_both_roles_complete_once(
             )
         await until_paired(rb, *processes)
 
-        lost_at, doomed = record_losses(monkeypatch), record_doomed(monkeypatch)
-
-        async def kill(name: str) -> None:
-            doomed[name] = processes[name].pid
-
+        lost_at = record_losses(monkeypatch)
+        kills = {name: partial(kill_at_work, rb, name, processes[name]) for name in ("p0", "d0")}
         # Few requests at a time, so that some are sent after the kills.
-        strikes = {10: partial(kill, "p0"), 40: partial(kill, "d0")}
+        strikes = {count: kills["p0" if count < 40 else "d0"] for count in range(10, 80, 5)}
         results = await load.run(rb, strikes=strikes, max_in_flight=24, legs=2)
         children = [child for result in results for child in (result, *result.siblings)]
         assert {"p0", "d0"} <= lost_at

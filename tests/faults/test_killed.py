@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+from asyncio.subprocess import Process
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from tests.support.disagg import SHAPES, check_legs, role_of, role_worker, until
 from tests.support.fleet import until_worker
 from tests.support.invariants import check_stream, observing
 from tests.support.processes import LASTING, worker_process
-from tests.support.requests import Load, greedy
+from tests.support.requests import Load, Strike, greedy
 from tests.support.tcp_proxy import Direction, tcp_proxy
 from tests.support.waits import SOON_S, until, until_true
 
@@ -37,6 +38,7 @@ async def undisturbed_tokens(request: GenerateRequest) -> npt.NDArray[np.int32]:
 
 
 @pytest.mark.proves("P2", "P53")
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("workers", [("a", "b"), ("p", "d1", "d2")])
 async def test_another_worker_continues_the_stream_of_a_killed_worker(
     nats_url: str, fleet: str, workers: tuple[str, ...]
@@ -46,29 +48,32 @@ async def test_another_worker_continues_the_stream_of_a_killed_worker(
     With a prefill worker, each attempt has two phases.
     """
     wanted = greedy(5, 200, request_id="r")
+    *before, killed, other = workers
     async with (
         observing(nats_url, fleet) as observer,
         rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
         contextlib.AsyncExitStack() as stack,
     ):
-        processes = {}
-        for name in workers:
-            options = (*LEASE, "--worker-id", name, "--role", role_of(name))
+
+        async def start(name: str) -> Process:
+            options = (*(LEASE if name == killed else LASTING), "--worker-id", name, "--role", role_of(name))
             process = worker_process(nats_url, fleet, *options, engine_args={**SLOW, "role": role_of(name)})
-            processes[name] = await stack.enter_async_context(process)
-        await until_paired(rb, *workers)
+            return await stack.enter_async_context(process)
+
+        for name in before:
+            await start(name)
+        process = await start(killed)
+        await until_paired(rb, *before, killed)
         stream = rb.generate(wanted)
         # The second phase has a chunk too.
         chunks = [await anext(stream), await anext(stream)]
-        killed = chunks[-1].worker_id
-        assert killed is not None
-        processes[killed].kill()
+        process.kill()
+        await start(other)
         chunks += [chunk async for chunk in stream]
         await observer.check_at_rest()
 
     check_stream(chunks, wanted)
-    *before, one, other = workers
-    served = (*before, killed, *before, other if killed == one else one)
+    served = (*before, killed, *before, other)
     # In chunks, each phase has its own attempt number.
     assert list(dict.fromkeys((chunk.attempt, chunk.worker_id) for chunk in chunks)) == list(enumerate(served))
     np.testing.assert_array_equal(
@@ -164,31 +169,7 @@ PREFILL = replace(CONFIG, step_s=0.05)
 """Slow, so that a worker that leaves has requests to hand over."""
 
 
-class WorkerRotation:
-    """The workers of a fleet, which join and leave by name. At the end of the block, all leave."""
-
-    def __init__(self, nats_url: str, fleet: str) -> None:
-        self._at = nats_url, fleet
-        self._workers: dict[str, contextlib.AsyncExitStack] = {}
-
-    async def __aenter__(self) -> "WorkerRotation":
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        for name in list(self._workers):
-            await self.leave(name)
-
-    async def join(self, name: str) -> None:
-        """Start a worker with the role of its name."""
-        config = PREFILL if role_of(name) == "prefill" else CONFIG
-        self._workers[name] = contextlib.AsyncExitStack()
-        await self._workers[name].enter_async_context(role_worker(*self._at, name, config))
-
-    async def leave(self, name: str) -> None:
-        """Stop a worker in order."""
-        await self._workers.pop(name).aclose()
-
-
+@pytest.mark.usefixtures("unhurried")
 async def test_results_stay_exact_while_workers_of_both_roles_join_and_leave(nats_url: str, fleet: str) -> None:
     """If two workers of each role take turns, requests have two phases while both roles are present, and otherwise one.
 
@@ -197,17 +178,24 @@ async def test_results_stay_exact_while_workers_of_both_roles_join_and_leave(nat
     load = await Load.mixed(150, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
-        WorkerRotation(nats_url, fleet) as workers,
+        contextlib.AsyncExitStack() as stack,
         rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await workers.join("d1")
+        workers: dict[str, contextlib.AsyncExitStack] = {}
+
+        async def join(name: str) -> None:
+            workers[name] = await stack.enter_async_context(contextlib.AsyncExitStack())
+            config = PREFILL if role_of(name) == "prefill" else CONFIG
+            await workers[name].enter_async_context(role_worker(nats_url, fleet, name, config))
+
+        await join("d1")
         await rb.fleet.wait_for_workers()
-        strikes = {
-            10: lambda: workers.join("p1"),
-            40: lambda: workers.join("d2"),
-            60: lambda: workers.leave("d1"),
-            80: lambda: workers.join("p2"),
-            100: lambda: workers.leave("p1"),
+        strikes: dict[int, Strike] = {
+            10: lambda: join("p1"),
+            40: lambda: join("d2"),
+            60: lambda: workers["d1"].aclose(),  # noqa: PLW0108 - it has not joined yet
+            80: lambda: join("p2"),
+            100: lambda: workers["p1"].aclose(),  # noqa: PLW0108
         }
         # Few requests at a time, because the client decides about the phases when it sends a request.
         results = await load.run(rb, strikes=strikes, max_in_flight=24, legs=2)

@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.bus.client import runtime
-from rollbus.bus.client.client import runtime_of
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE, make_requests
 from tests.support.disagg import SHAPES, Shaped, check_legs, role_of, role_worker, shaped, until_paired
-from tests.support.fleet import is_idle, synthetic_worker, until_known
+from tests.support.fleet import is_idle, requests_at, synthetic_worker, until_known
 from tests.support.hand_client import hand_client
 from tests.support.invariants import observing
 from tests.support.requests import Load, greedy
@@ -51,12 +50,7 @@ async def running(
 
 async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
     """Wait until the client knows that this worker has these requests, or any request if none is given."""
-
-    def found() -> set[str]:
-        live = list(runtime_of(rb).coordinator._calls.values())
-        return {call.request_id for call in live for child in call.children if child.worker == worker}
-
-    await until_true(lambda: (have := found()) and have.issuperset(request_ids))
+    await until_true(lambda: (have := requests_at(rb, worker)) and have.issuperset(request_ids))
 
 
 @pytest.mark.proves("P66")
@@ -119,6 +113,7 @@ async def test_a_later_presence_renews_the_lease_after_a_lost_presence(nats_url:
 
 
 @pytest.mark.proves("P2")
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(("direction", "cut_off"), [(Direction.TO_CLIENT, "w"), (Direction.BOTH, "d")])
 async def test_requests_of_a_worker_frozen_beyond_its_lease_resume_elsewhere(
     nats_url: str, fleet: str, direction: Direction, cut_off: str
@@ -196,6 +191,7 @@ async def test_a_client_frozen_for_less_than_the_leases_loses_no_request(nats_ur
 
 
 @pytest.mark.proves("P67")
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_client_frozen_beyond_its_lease_completes_all_requests(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str

@@ -186,7 +186,8 @@ async def test_suspects_without_a_worker_fail_after_the_grace_time(nats_url: str
         arguments = {"vocab_size": 300, "faults": {"dies_of": BAD}}
         async with worker_process(nats_url, fleet, engine_args=arguments) as process:
             await rb.fleet.wait_for_workers(timeout_s=60)
-            requests = [request_of_samples(4), greedy(BAD, 1), greedy(1, 10_000), greedy(2, 10_000)]
+            bad = GenerateRequest(prompt_token_ids=[BAD], sampling=SamplingParams(max_tokens=5, n=4, seed=1))
+            requests = [bad, greedy(BAD, 1), greedy(1, 10_000), greedy(2, 10_000)]
             failing_all = [tasks.create_task(error_of(rb.complete(wanted), RequestError)) for wanted in requests]
             await process.wait()
             errors = [await task for task in failing_all]
@@ -194,8 +195,3 @@ async def test_suspects_without_a_worker_fail_after_the_grace_time(nats_url: str
     for error in errors:
         assert isinstance(error, NoWorkers | RequestFailed)
         assert error.code in (ErrorCode.ENGINE_DEAD, ErrorCode.NO_WORKERS)
-
-
-def request_of_samples(count: int) -> GenerateRequest:
-    """Return a bad request for several samples."""
-    return GenerateRequest(prompt_token_ids=[BAD], sampling=SamplingParams(max_tokens=5, n=count, seed=1))

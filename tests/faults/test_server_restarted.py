@@ -22,6 +22,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.proves("P5")
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_no_request_is_repeated_if_the_server_restarts_twice(fleet: str, shape: str) -> None:
     """If the server is killed under load and restarts, links and queue continue, and no request is repeated."""
@@ -48,6 +49,7 @@ async def test_no_request_is_repeated_if_the_server_restarts_twice(fleet: str, s
 
 
 @pytest.mark.proves("P48")
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_queued_requests_are_published_again_after_the_store_is_lost(
     fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import signal
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,6 +168,22 @@ async def until_known(rb: rollbus.Client, *workers: Worker) -> None:
 def client_state(rb: rollbus.Client) -> dict[str, int]:
     """Return the counts of what a connected client holds."""
     return runtime_of(rb).debug_state()
+
+
+def requests_at(rb: rollbus.Client, worker: str) -> set[str]:
+    """Return the ids of the open requests that this worker has, as far as the client knows."""
+    calls = list(runtime_of(rb).coordinator._calls.values())
+    return {call.request_id for call in calls for child in call.children if child.worker == worker}
+
+
+async def kill_at_work(rb: rollbus.Client, worker: str, process: Process) -> None:
+    """Kill a worker that has requests although all that it has sent has arrived: these are lost.
+
+    One that has none, which may already be killed, goes on. On a busy machine, a client may know late of their ends.
+    """
+    process.send_signal(signal.SIGSTOP)
+    await rb.fleet.state()
+    process.send_signal(signal.SIGKILL if requests_at(rb, worker) else signal.SIGCONT)
 
 
 def is_placing(rb: rollbus.Client) -> bool:

@@ -23,19 +23,14 @@ from tests.support.fleet import synthetic_worker, until_state, until_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import GatedEngine, running
 from tests.support.nats_server import require_binary
-from tests.support.processes import worker_process
+from tests.support.processes import LASTING, worker_process
+from tests.support.requests import endless, greedy
 from tests.support.waits import HANGS_AFTER_S, SOON_S
 from tests.workers.support import SLOW, StartControlled, StartHeard
 
 OVER_SOCKET = "the worker was drained over its own socket"
 
 pytestmark = pytest.mark.slow
-
-
-def endless(request_id: str) -> rollbus.GenerateRequest:
-    """Return a request that does not end during a test."""
-    sampling = rollbus.SamplingParams(max_tokens=1_000_000)
-    return rollbus.GenerateRequest(request_id=request_id, prompt_token_ids=[1], sampling=sampling)
 
 
 async def post(path: Path, target: str, method: str = "POST") -> tuple[int, bytes]:
@@ -60,12 +55,12 @@ async def test_a_drain_over_the_socket_hands_requests_over_and_records_nothing(
     path = tmp_path / "run" / "w"
     slow, fast = {"step_s": 0.05, "max_model_len": 100_000}, {"max_model_len": 100_000}
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
-        options = ("--worker-id", "w", "--socket", str(path))
+        options = ("--worker-id", "w", "--socket", str(path), *LASTING)
         async with worker_process(nats_url, fleet, *options, engine_args=slow) as process:
             await until_worker(rb, "w", WorkerState.SERVING)
-            running = tasks.create_task(rb.complete([1, 2], max_tokens=3000))
+            running = tasks.create_task(rb.complete(greedy(1, 3000)))
             await until_state(rb, lambda state: state.workers[0].in_flight)
-            async with worker_process(nats_url, fleet, "--worker-id", "other", engine_args=fast):
+            async with worker_process(nats_url, fleet, "--worker-id", "other", *LASTING, engine_args=fast):
                 await until_worker(rb, "other", WorkerState.SERVING)
                 assert (await post(path, "/drain", "GET"))[0] == 405
                 assert (await post(path, "/drain?timeout_s=0"))[0] == 400
@@ -149,7 +144,7 @@ async def test_without_its_server_a_stopped_worker_ends_with_its_lease(fleet: st
         fields = {"config": SLOW, "worker_id": "w", "lease_s": 2.0, "drain_s": 3600.0}
         async with synthetic_worker(server.url, fleet, **fields) as (worker, _):  # type: ignore[arg-type]
             await until_worker(rb, "w", WorkerState.SERVING)
-            running = tasks.create_task(rb.complete([1], max_tokens=1_000_000))
+            running = tasks.create_task(rb.complete(endless()))
             await until_state(rb, lambda state: state.workers[0].in_flight)
             await server.kill()
             worker.stop()
@@ -177,7 +172,7 @@ async def test_a_signal_hands_requests_over(nats_url: str, fleet: str, number: s
         worker_process(nats_url, fleet, "--worker-id", "w", engine_args=slow) as process,
     ):
         await until_worker(rb, "w", WorkerState.SERVING)
-        request = tasks.create_task(rb.complete([1, 2], max_tokens=3000))
+        request = tasks.create_task(rb.complete(greedy(1, 3000)))
         await until_state(rb, lambda state: state.workers[0].in_flight)
         async with worker_process(nats_url, fleet, "--worker-id", "other", engine_args=fast):
             await until_worker(rb, "other", WorkerState.SERVING)
