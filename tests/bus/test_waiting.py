@@ -215,7 +215,8 @@ async def test_each_attempt_with_an_offer_counts_its_wait_once(nats_url: str, fl
 
 @pytest.fixture
 def long_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a new client wait for ever for workers that might still answer."""
+    """Let a new client wait for ever for workers that might still answer, and for the server's list of them."""
+    monkeypatch.setattr("rollbus.bus.nats.connection.LIST_S", SOON_S)
     monkeypatch.setattr(watching, "FIRST_WAIT_S", math.inf)
 
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,17 +171,7 @@ def client_state(rb: rollbus.Client) -> dict[str, int]:
 def requests_at(rb: rollbus.Client, worker: str) -> set[str]:
     """Return the ids of the open requests that this worker has, as far as the client knows."""
     calls = list(runtime_of(rb).coordinator._calls.values())
-    return {call.request_id for call in calls for child in call.children if child.worker == worker}
-
-
-async def kill_at_work(rb: rollbus.Client, worker: str, process: Process) -> None:
-    """Kill a worker that has requests although all that it has sent has arrived: these are lost.
-
-    One that has none, which may already be killed, goes on. On a busy machine, a client may know late of their ends.
-    """
-    process.send_signal(signal.SIGSTOP)
-    await rb.fleet.state()
-    process.send_signal(signal.SIGKILL if requests_at(rb, worker) else signal.SIGCONT)
+    return {call.request_id for call in calls for child in call.children if child.is_open and child.worker == worker}
 
 
 def is_placing(rb: rollbus.Client) -> bool:
