@@ -186,7 +186,7 @@ async def test_a_phase_without_a_token_fails_when_its_weights_change(
     one, two = folders(tmp_path)
     request = long("r", max_tokens=6)
     fields: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(tmp_path),)}
-    configs = {"prefill": SMALL_STEPS, "decode": replace(SLOW_LOADS, kv_load_s=1.5)}
+    configs: dict[str, Any] = {"prefill": SMALL_STEPS, "decode": replace(SLOW_LOADS, kv_load_s=1.5)}
     async with disaggregated(nats_url, fleet, **configs, **fields) as both, asyncio.TaskGroup() as tasks:
         engine = both.engines["p"]
         # The update must begin before the end of the prefill phase, which has a step for each token of the prompt.
