@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib.util
 import inspect
 import os
 import re
@@ -18,6 +19,15 @@ from tests.support.processes import RUN, OwnCache
 from tests.support.waits import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeout
 
 pytest_plugins = ["tests.support.fixtures"]
+
+CLIENTS = ("anthropic", "openai")
+"""Packages that take two seconds to import. Each of nine processes collects the files that import them, and few of them
+run such a file: a module loads itself when a test of a file that imports it begins."""
+for name in CLIENTS:
+    if name not in sys.modules and (found := importlib.util.find_spec(name)) is not None:
+        found.loader = importlib.util.LazyLoader(found.loader)
+        sys.modules[name] = importlib.util.module_from_spec(found)
+        found.loader.exec_module(sys.modules[name])
 
 STARTED_FIRST = (
     "tests/engine/test_launch.py",
@@ -132,7 +142,10 @@ def shares_engines(file: Path) -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests of routed experts if the installed vLLM returns none."""
+    """Load clients here, because two threads may not do it. Skip tests of routed experts if vLLM returns none."""
+    for name in CLIENTS:
+        if name in vars(item.module):
+            dir(sys.modules[name])
     if item.get_closest_marker("routing") is not None:
         # This import loads vLLM, as the marked tests do anyway.
         from tests.support.vllm_engine import no_routing_here

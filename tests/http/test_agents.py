@@ -34,7 +34,7 @@ TOLD: dict[str, Any] = {
 }
 
 
-def anthropic_of(http: Http, key: str = "none") -> anthropic.AsyncAnthropic:
+def anthropic_of(http: Http, key: str = "none") -> "anthropic.AsyncAnthropic":
     """Return Anthropic's client without retries, which would hide failures."""
     return anthropic.AsyncAnthropic(base_url=http.url, api_key=key, max_retries=0)
 
