@@ -144,7 +144,7 @@ def shares_engines(file: Path) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Load clients here, because two threads may not do it. Skip tests of routed experts if vLLM returns none."""
     for name in CLIENTS:
-        if name in vars(item.module):
+        if isinstance(item, pytest.Function) and name in vars(item.module):
             dir(sys.modules[name])
     if item.get_closest_marker("routing") is not None:
         # This import loads vLLM, as the marked tests do anyway.
