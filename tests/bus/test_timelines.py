@@ -8,7 +8,7 @@ import pytest
 
 import rollbus
 from rollbus import RequestTrace, SamplingParams, WorkerTimeline
-from rollbus.schemas.errors import InvalidRequest, NoWorkers
+from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.messages import RequestMessage, encode
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.telemetry import TimelineEvent
@@ -197,13 +197,6 @@ async def test_workers_of_an_earlier_release_are_named(nats_url: str, fleet: str
         assert control.count("read_request") == 0
     assert (trace.timelines, trace.workers_answered) == ((), 0)
     assert trace.silent == {"old": "the worker runs an earlier release, which does not answer this command"}
-
-
-async def test_timelines_without_workers_raise_no_workers(nats_url: str, fleet: str) -> None:
-    """Without workers, `timelines` raises `NoWorkers`, like every command."""
-    async with rollbus.connect(nats_url, fleet=fleet) as rb:
-        with pytest.raises(NoWorkers):
-            await rb.fleet.timelines("r")
 
 
 async def test_each_of_n_samples_has_its_own_timeline(one_worker: StartServed) -> None:

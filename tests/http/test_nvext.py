@@ -20,7 +20,6 @@ from tests.http.support import CHAT, COMPLETIONS, CONFIG, Http, Talk, by_bus, by
 from tests.support.fleet import presence
 
 PROMPT = [5, 6, 7, 8, 9]
-PLACEHOLDER = [{"role": "user", "content": "(token-in mode)"}]
 ALL = [
     *("engine_data", "completion_token_ids", "token_ids", "prompt_token_ids", "worker_id", "timing"),
     *("weight_version", "stop_reason"),

@@ -17,7 +17,6 @@ from renderers.client import generate  # type: ignore[import-untyped]
 
 import rollbus
 from tests.http.support import http_before, rows_of
-from tests.support.real_fleet import prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -92,29 +91,6 @@ def whole_conversation(turns: list[dict[str, Any]]) -> rollbus.GenerateRequest:
     return rollbus.GenerateRequest(
         prompt_token_ids=last["prompt_ids"] + last["completion_ids"], sampling=rollbus.SamplingParams(max_tokens=1)
     )
-
-
-async def test_http_and_bus_give_the_same_tokens_logprobs_and_rows(nats_url: str, real_fleet: str) -> None:
-    """The same prompts give exactly the same tokens, logprobs and rows over HTTP and the bus."""
-    async with http_before(nats_url, real_fleet) as http:
-        await http.own.fleet.wait_for_workers()
-        for number, sampling in enumerate(({"temperature": 0.0, "n": 2}, {"temperature": 1.0, "seed": 7, "top_k": 50})):
-            params: dict[str, Any] = {"max_tokens": 12, "logprobs": 3, "ignore_eos": True, **sampling}
-            ids = prompt(40, seed=number).tolist()
-            # Separate salts prevent cache hits, because cached tokens are computed in other steps.
-            answer = await http.client.post(
-                "/inference/v1/generate", json={"token_ids": ids, "sampling_params": params, "cache_salt": "http"}
-            )
-            expected = await http.rb.complete(
-                rollbus.GenerateRequest(
-                    prompt_token_ids=ids, sampling=rollbus.SamplingParams(**params), cache_salt="bus"
-                )
-            )
-            for choice, sample in zip(answer.json()["choices"], (expected, *expected.siblings), strict=True):
-                assert choice["token_ids"] == sample.token_ids.tolist()
-                assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == sample.logprobs.tolist()
-                assert sample.routed_experts is not None
-                assert np.array_equal(rows_of(choice["routed_experts"]), sample.routed_experts)
 
 
 async def test_the_client_refuses_a_long_prompt_before_sending(

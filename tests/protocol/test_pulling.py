@@ -424,19 +424,6 @@ def test_of_eight_requests_each_lane_gets_its_turns(room: int) -> None:
     )
 
 
-@pytest.mark.parametrize("flooded", LANES)
-@pytest.mark.parametrize("lane", LANES)
-def test_a_flood_of_one_lane_delays_another_by_at_most_seven_requests_each(flooded: Lane, lane: Lane) -> None:
-    """A lane with requests gets one of eight, although another lane has any number of them."""
-    if flooded == lane:
-        return
-    taken = pull_all({flooded: 1000, lane: 20})
-    places = [place for place, one in enumerate(taken) if one == lane]
-
-    assert max(after - before for before, after in zip([-1, *places], places, strict=False)) <= len(TURNS)
-    assert taken[:40].count(lane) >= 5
-
-
 @pytest.mark.slow
 @given(st.fixed_dictionaries(dict.fromkeys(LANES, st.integers(0, 40))))
 def test_turns_of_an_empty_lane_go_to_the_first_lane_in_strict_order(published: dict[Lane, int]) -> None:

@@ -195,17 +195,10 @@ def test_operations_are_read_in_order_wherever_the_stream_is_split(drawn: list[D
         one if isinstance(one, bytes) else SubscriptionMessage(*one[:4], one[5] * (one[4] // len(one[5])))
         for one in drawn
     ]
-    assert read(b"".join(map(written, operations)), sizes) == operations
-
-
-def test_operations_are_read_if_each_byte_arrives_alone() -> None:
-    """Operations are read correctly if each byte arrives alone."""
-    operations: list[SubscriptionMessage | bytes] = [
-        b"PING\r\n",
-        SubscriptionMessage(1, b"a", b"", None, b"x\r\n"),
-        SubscriptionMessage(2, b"b", b"r", b"NATS/1.0\r\n\r\n", b""),
-    ]
-    assert read(b"".join(written(operation) for operation in operations), [1]) == operations
+    data = b"".join(map(written, operations))
+    assert read(data, sizes) == operations
+    if len(data) < 1000:
+        assert read(data, [1]) == operations
 
 
 def test_a_large_message_is_received_in_place() -> None:

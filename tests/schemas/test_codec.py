@@ -310,13 +310,6 @@ def test_rows_of_any_type_and_order_keep_their_ids(dtype: RowDtype, given_dtype:
     np.testing.assert_array_equal(rows, ids)
 
 
-def test_rows_in_the_wire_format_are_not_copied() -> None:
-    """Rows in the wire format are not copied."""
-    rows = np.zeros((2, 3, 4), "u1")
-
-    assert np.shares_memory(rows_as_wire(rows, "u1"), rows)
-
-
 @pytest.mark.parametrize(
     ("rows", "dtype", "text"),
     [

@@ -80,19 +80,6 @@ def two_turns(first: FakeTurn, second: FakeTurn, whole: Sample) -> Sample:
     return stitcher.sample()
 
 
-def test_the_boundary_row_comes_from_the_second_turn() -> None:
-    """The last token of a turn has the row that the next turn computed, exactly once."""
-    whole, first, second = spoken()
-
-    found = two_turns(first, second, whole)
-
-    assert first.routed_experts is not None
-    assert len(first.routed_experts) == 5
-    assert len(found.routed_experts) == 10
-    assert np.array_equal(found.routed_experts[5], second.routed_experts[0])
-    assert_same(found, whole)
-
-
 @pytest.mark.proves("P23")
 def test_id_300_survives_the_boundary() -> None:
     """If a u2 turn follows a u1 turn, all rows are u2, and no id is cut to eight bits."""

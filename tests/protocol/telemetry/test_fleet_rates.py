@@ -67,18 +67,6 @@ def counting(rates: FleetRates, worker: str, per_s: tuple[int, ...], seconds: in
         rates.observe(announced(worker, tuple(now * count for count in per_s), **fields), float(now))
 
 
-def test_rates_of_a_worker_are_its_counts_per_second() -> None:
-    """A worker's rates are its counts per second, and its means are those of the same time."""
-    rates = FleetRates()
-    counting(rates, "a", (500, 4, 2, 300, 400, 8_000, 1_000, 250), 30)
-    found = rates.of("a")
-
-    assert (found.tokens_per_s, found.requests_per_s) == (500, 4)
-    assert found.first_token_s == pytest.approx(0.15)
-    assert found.between_tokens_s == pytest.approx(0.02)
-    assert found.prefix_hit == 0.25
-
-
 def test_before_the_second_presence_and_for_idle_workers_there_are_no_means() -> None:
     """Before the second presence and for idle workers, rates are 0 and means are None."""
     rates = FleetRates()
@@ -89,15 +77,6 @@ def test_before_the_second_presence_and_for_idle_workers_there_are_no_means() ->
 
     assert found == rates.of_fleet() == Rates()
     assert (found.first_token_s, found.between_tokens_s, found.prefix_hit) == (None, None, None)
-
-
-def test_a_burst_counts_only_within_the_window() -> None:
-    """Rates are means of the last ten seconds only."""
-    rates = FleetRates()
-    for now in range(22):
-        rates.observe(announced("a", (100 if now > 5 else 0, *[0] * 7)), float(now))
-        inside = 5 < now <= 5 + WINDOW_S
-        assert rates.of("a").tokens_per_s == (100 / min(now, WINDOW_S) if inside else 0)
 
 
 def test_after_an_outage_the_rate_is_the_mean_of_the_whole_outage() -> None:
@@ -206,6 +185,8 @@ def test_rates_are_the_growth_over_the_window(growth: list[tuple[tuple[int, ...]
     assert found.requests_per_s == pytest.approx((total[1] - before[1]) / (now - began))
     if first := total[2] - before[2]:
         assert found.first_token_s == pytest.approx((total[3] - before[3]) / 1000 / first)
+    if following := total[4] - before[4]:
+        assert found.between_tokens_s == pytest.approx((total[5] - before[5]) / 1000 / following)
     if lookups := total[6] - before[6]:
         assert found.prefix_hit == pytest.approx(min((total[7] - before[7]) / lookups, 1))
 
