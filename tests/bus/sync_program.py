@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
-from torch.utils.data import DataLoader
 
 import rollbus
 from tests.support.processes import becomes_true
@@ -149,6 +148,8 @@ class Prompts:
 
 def load_data(url: str, fleet: str) -> None:
     """Complete requests from a torch DataLoader with two processes, while the loader produces more."""
+    from torch.utils.data import DataLoader
+
     errors, pids = set(), set()
     with rollbus.sync.connect(url, fleet=fleet) as rb:
         rb.fleet.wait_for_workers()

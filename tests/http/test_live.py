@@ -274,7 +274,7 @@ class ScriptedWatch(FleetWatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [20])
+@pytest.mark.parametrize("num_workers", [10])
 async def test_memory_does_not_grow_in_an_hour(num_workers: int) -> None:
     """Apart from the kept points of known size, memory does not grow in an hour, even if a viewer never reads."""
     watch, heard, history, viewer = ScriptedWatch(num_workers), Heard(), History(), Viewer()
