@@ -93,17 +93,16 @@ class DesiredStore(Revisions):
         The result is 0 if the states are on one server. A read after this call contains all states written up to the
         confirmation. A leader that is disconnected from the other servers keeps answering for a while, with old states.
         """
-        if time.monotonic() < self._single_until:
-            return 0.0
-        info = await self.bucket_info()
+        info = None if time.monotonic() < self._single_until else await self.bucket_info()
         if info is None:
             return 0.0
         others = (info.get("cluster") or {}).get("replicas") or ()
         if not others:
             self._single_until = time.monotonic() + SINGLE_S
+            return 0.0
         heard = sorted(math.inf if other.get("offline") else other["active"] / 1e9 for other in others)
         # Of three servers, one server and the leader are a majority.
-        return heard[(len(heard) + 1) // 2 - 1] if heard else 0.0
+        return heard[(len(heard) - 1) // 2]
 
     async def record(
         self, model: str, command: AnyCommand, by: str = "", *, loaded: Collection[str] | None = None

@@ -86,7 +86,6 @@ async def ask(
         Unanswered: the server does not answer, or is electing a leader.
         BusBroken: the server has no JetStream, or there is no connection.
     """
-    timeout_s = API_TIMEOUT_S if timeout_s is None else timeout_s
     payload = b"" if body is None else json.dumps(body).encode()
     try:
         try:
@@ -149,18 +148,17 @@ async def put(
         Unanswered: the server does not answer; the message may have been stored.
         BusBroken: there is no connection.
     """
-    timeout_s = API_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         answer = await _request(nats, subject, data, timeout_s, headers)
     except nats_errors.NoRespondersError as error:
         raise ApiError(NO_STREAM, f"no stream has {subject}") from error
-    sequence: int = answer["seq"]
-    return sequence
+    return int(answer["seq"])
 
 
 async def _request(
-    nats: Client, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    nats: Client, subject: str, payload: bytes, timeout_s: float | None, headers: dict[str, str] | None = None
 ) -> dict[str, Any]:
+    timeout_s = API_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         message = await nats.request(subject, payload, timeout=timeout_s, headers=headers)
     except nats_errors.NoRespondersError:

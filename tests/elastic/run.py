@@ -65,15 +65,16 @@ class Summary:
     def lines(self) -> list[str]:
         """Return the report of the run."""
         return [
-            f"{self.results.total()} results, all as if undisturbed: {_listed(self.results)}",
+            f"{self.results.total()} results, all as if undisturbed: {listed(self.results)}",
             f"{self.num_tokens} tokens, {self.num_mixed} results with several of {self.num_versions} versions",
-            f"changes: {_listed(self.changes)}",
-            f"refusals: {_listed(self.refusals)}",
+            f"changes: {listed(self.changes)}",
+            f"refusals: {listed(self.refusals)}",
             f"attempts: {', '.join(f'{count} took {number}' for number, count in sorted(self.attempts.items()))}",
         ]
 
 
-def _listed(counts: Counter[str]) -> str:
+def listed(counts: Counter[str]) -> str:
+    """Return counts as text."""
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
 
 

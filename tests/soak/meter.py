@@ -80,12 +80,15 @@ class Meter:
         """Add one measurement."""
         self._looks[name].append((num_bytes / MIB, count))
 
-    def trends(self) -> list[Trend]:
-        """Return all trends.
+    @property
+    def is_enough(self) -> bool:
+        """True if everything was measured often enough for `trends`."""
+        return {name.split()[0] for name in self._looks} == BOUNDS.keys() and all(
+            len(looks) >= FEWEST_LOOKS for looks in self._looks.values()
+        )
 
-        Raises:
-            ValueError: there are too few measurements.
-        """
+    def trends(self) -> list[Trend]:
+        """Return all trends. Call this only if there are enough measurements."""
         return [
             Trend(name, _ends([mib for mib, _ in looks]), _ends([count for _, count in looks]), BOUNDS[name.split()[0]])
             for name, looks in sorted(self._looks.items())
@@ -93,7 +96,5 @@ class Meter:
 
 
 def _ends(values: list[float] | list[int]) -> tuple[float, float]:
-    if len(values) < FEWEST_LOOKS:
-        raise ValueError(f"{len(values)} looks; needed are {FEWEST_LOOKS}")
     third = len(values) // 3
     return median(values[:third]), median(values[-third:])

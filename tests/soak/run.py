@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from asyncio.subprocess import Process
 from collections import Counter
@@ -26,6 +25,7 @@ import pytest
 
 import rollbus
 from bench.processes import running
+from bench.ways import free_port
 from rollbus.bus.auth.credentials import TLS_VARIABLES, Role, Tls, load_credentials
 from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.control.updates import provision
@@ -38,7 +38,7 @@ from tests.chaos.faults import Fault, schedule, stop_for
 from tests.chaos.publisher import FLEET, MODEL
 from tests.elastic.machines import Machines
 from tests.elastic.publishing import Publishing
-from tests.elastic.run import ENGINE, GRACE_S
+from tests.elastic.run import ENGINE, GRACE_S, listed
 from tests.soak.client import COUNTS
 from tests.soak.meter import Meter, Trend
 from tests.support.nats_cluster import NatsCluster, nats_cluster
@@ -67,6 +67,8 @@ UPLOAD_BYTES = 256 << 20
 RETRY_S = 0.25
 COMMAND_S = 8.0
 """Seconds between commands, and for each of them."""
+SHOWN_LINES = 150
+"""Lines of a log in the exception, from the first traceback on: a group of exceptions shows its cause last."""
 END_S = 300.0
 """Seconds after the last request in which all faults are undone and the publisher's version is recorded."""
 
@@ -126,11 +128,6 @@ class Summary:
             f"attempts: {', '.join(f'{count} took {number}' for number, count in attempts)}",
             *(f"{'flat' if trend.is_flat else 'GROWS'}: {trend}" for trend in self.trends),
         ]
-
-
-def listed(counts: Counter[str]) -> str:
-    """Return counts as text."""
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
 
 
 class Course:
@@ -199,7 +196,8 @@ class Course:
             results, _, _ = count_results(folder)
             if results.total() >= wanted[0] and self._publishing.version >= wanted[1]:
                 return True
-        return self.seconds >= self._settings.seconds
+        # On a busy machine, measurements take longer.
+        return self.seconds >= self._settings.seconds and self.meter.is_enough
 
     async def _pause(self, seconds: float) -> bool:
         """Wait. Return False as soon as the run has ended."""
@@ -315,19 +313,21 @@ class Course:
     async def _look(self, admin: Server) -> None:
         if not await self._pause(self._settings.warm_up_s):
             return
-        while await self._pause(self._settings.look_every_s):
-            servers = [each for each in self._cluster.servers if each.is_running]
-            pids = {f"server n{self._cluster.servers.index(each)}": each.pid for each in servers}
-            for part, machines in self._machines.items():
-                pids |= {f"{part} {name}": pid for name, pid in machines.pids.items()}
-            self.meter.look(pids)
-            # Between two leaders, JetStream does not answer.
-            with contextlib.suppress(RollbusError, TimeoutError):
-                async with connected(admin, name="soak") as nats, asyncio.timeout(self._settings.look_every_s):
+        async with connected(admin, name="soak") as nats:
+            while await self._pause(self._settings.look_every_s):
+                servers = [each for each in self._cluster.servers if each.is_running]
+                pids = {f"server n{self._cluster.servers.index(each)}": each.pid for each in servers}
+                for part, machines in self._machines.items():
+                    # The others are often measured while they start.
+                    spared = sorted(machines.names)[:SPARED]
+                    pids |= {f"{part} {name}": machines.pids[name] for name in spared if name in machines.pids}
+                self.meter.look(pids)
+                # Between two leaders, JetStream does not answer.
+                with contextlib.suppress(RollbusError):
                     states = [each["state"] for each in await streams_of(nats)]
-                if states:
-                    count = len(states) + sum(state["consumer_count"] for state in states)
-                    self.meter.add("store", sum(state["bytes"] for state in states), count)
+                    if states:
+                        count = sum(1 + state["consumer_count"] for state in states)
+                        self.meter.add("store", sum(state["bytes"] for state in states), count)
 
 
 async def streams_of(nats: Connection) -> list[dict[str, Any]]:
@@ -348,10 +348,21 @@ def count_results(folder: Path) -> tuple[Counter[str], Counter[str], int]:
     return results, attempts, num_tokens
 
 
-def free_port() -> int:
-    """Return a port on which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+@contextlib.contextmanager
+def explained(log: Path) -> Iterator[None]:
+    """Raise the first traceback in the log of the processes, or add it to the exception of the block."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(first_traceback(log) or f"no process has logged a traceback, see {log}")
+        raise
+    assert not (found := first_traceback(log)), f"a process failed, see {log}\n{found}"
+
+
+def first_traceback(log: Path) -> str:
+    """Return the first traceback in a log, also that of a group of exceptions, or an empty string."""
+    _, found, more = log.read_text(errors="replace").partition("Traceback (most recent call last)")
+    return "\n".join((found + more).splitlines()[:SHOWN_LINES])
 
 
 async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str], None]) -> Summary:
@@ -377,6 +388,7 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
     cert, key = certificate(folder, days=7)
     tls = {"cert_file": str(cert), "key_file": str(key)}
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(explained(log))
         patches = stack.enter_context(pytest.MonkeyPatch.context())
         patches.setenv(TLS_VARIABLES["ca"], str(cert))
         stderr = stack.enter_context(log.open("wb")).fileno()
@@ -440,9 +452,6 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
         await machines["service"].stop()
         await machines["worker"].stop()
         seconds = course.seconds
-    with log.open(errors="replace") as lines:
-        # Also of a group of exceptions, whose lines begin with other characters.
-        assert not any("Traceback (most recent call last)" in line for line in lines), f"a process failed, see {log}"
     results, attempts, num_tokens = count_results(folder)
     results["http"] = course.num_by_http
     refusals = course.refusals + Counter({f"publish {name}": n for name, n in publishing.refusals.items()})

@@ -1,19 +1,13 @@
 """A short version of `make soak`, and tests that the meter detects growth."""
 
-import asyncio
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import psutil
 import pytest
 
-from rollbus.schemas.errors import BusBroken
 from tests.soak.meter import BOUNDS, MIB, Meter
-from tests.soak.run import PARTS, Course, Settings, plan, run
+from tests.soak.run import PARTS, Settings, plan, run
 from tests.support.nats_server import require_binary
-from tests.support.waits import SOON_S, until_true
 
 SETTINGS = Settings(
     seconds=36.0, warm_up_s=12.0, look_every_s=1.0, seconds_between_versions=3.0, pace=0.35, in_flight=5, seed=3
@@ -44,58 +38,14 @@ def test_the_faults_follow_from_the_seed() -> None:
         assert all(other != faults for name, other in some.items() if name != (seed, part))
 
 
-async def test_a_command_is_not_repeated_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that fails is repeated only until the run ends, so that a fault cannot keep a run from its end."""
-
-    async def fail(**_: object) -> None:
-        raise BusBroken("no server")
-
-    monkeypatch.setattr("tests.soak.run.COMMAND_S", 0.0)
-    rb: Any = SimpleNamespace(fleet=SimpleNamespace(pause=fail, resume=fail, flush_cache=fail))
-    others: list[Any] = [SimpleNamespace()] * 4
-    course = Course(Settings(), rb, *others)
-    async with asyncio.timeout(SOON_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(course.command())
-        await until_true(lambda: course.refusals["command BusBroken"] > 1)
-        course.end()
-
-
-class Growing:
-    """Simulates a process that uses more from its ninth measurement on, and has a peak in its sixth."""
-
-    def __init__(self, rss_mib: float, num_fds: int) -> None:
-        self._more = rss_mib, num_fds
-        self._looks = 0
-
-    def memory_info(self) -> SimpleNamespace:
-        """Return the memory, which each measurement reads first."""
-        self._looks += 1
-        return SimpleNamespace(rss=MIB * (50 + 500 * (self._looks == 6) + self._more[0] * (self._looks > 8)))
-
-    def num_fds(self) -> int:
-        """Return the number of file descriptors, which each measurement reads second."""
-        return 10 + self._more[1] * (self._looks > 8)
-
-
-@pytest.mark.parametrize(("rss_mib", "num_fds"), [(0, 0), (BOUNDS["worker"].mib + 1, 0), (0, 7)])
-def test_growth_above_the_beginning_is_detected(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds: int) -> None:
+@pytest.mark.parametrize(("mib", "count"), [(0, 0), (BOUNDS["worker"].mib + 1, 0), (0, 7)])
+def test_growth_above_the_beginning_is_detected(mib: float, count: int) -> None:
     """Memory or file descriptors above those of the beginning are growth. A peak in the middle is not."""
-    growing = Growing(rss_mib, num_fds)
-    monkeypatch.setattr(psutil, "Process", lambda _pid: growing)
     meter = Meter()
-    for _ in range(12):
-        meter.look({"worker w1": 1})
+    for number in range(12):
+        rss_mib = 50 + 500 * (number == 5) + mib * (number > 7)
+        meter.add("worker w1", int(MIB * rss_mib), 10 + count * (number > 7))
     [trend] = meter.trends()
 
-    assert trend.is_flat != (rss_mib > 0 or num_fds > 0)
-    assert [*trend.mib, *trend.counts] == [50, 50 + rss_mib, 10, 10 + num_fds]
-
-
-def test_too_few_measurements_are_an_error() -> None:
-    """A run with too few measurements raises an error and does not count as flat."""
-    meter = Meter()
-    for _ in range(8):
-        meter.look({"client c0": psutil.Process().pid})
-
-    with pytest.raises(ValueError, match="8 looks; needed are 9"):
-        meter.trends()
+    assert trend.is_flat != (mib > 0 or count > 0)
+    assert [*trend.mib, *trend.counts] == [50, 50 + mib, 10, 10 + count]

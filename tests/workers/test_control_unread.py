@@ -6,9 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.protocol.states import SPEAKING
 from rollbus.schemas.errors import BusBroken
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import desired
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import hand_client
 from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import StartControlled
@@ -25,12 +28,12 @@ def unanswered(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
     return "nobody answers"
 
 
-def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
+def unconfirmed(store: DesiredStore | type[DesiredStore], patches: pytest.MonkeyPatch) -> str:
     """Make reads unconfirmed, as if a leader answered without its cluster."""
 
-    async def confirmed_s() -> float:
+    async def confirmed_s(*_: object) -> float:
         await asyncio.sleep(0)
-        return 5.0
+        return 50.0
 
     patches.setattr(store, "confirmed_s", confirmed_s)
     return "too few servers of its cluster"
@@ -81,3 +84,26 @@ async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
 
         assert client.error_of("queued") is None
         assert client.presences["w"].last_error is None
+
+
+@pytest.mark.proves("P18")
+async def test_a_worker_that_starts_at_a_deposed_leader_serves_nothing(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that starts does not serve until a majority confirms the state, however long its own lease is.
+
+    The fleet may have loaded other weights since the leader lost its cluster, without waiting for this worker.
+    """
+    monkeypatch.setattr(desired, "RETRY_S", 0.01)
+    with monkeypatch.context() as patches:
+        unconfirmed(DesiredStore, patches)
+        async with (
+            hand_client(nats_url, fleet) as client,
+            synthetic_worker(nats_url, fleet, worker_id="w") as (worker, _),
+        ):
+            await until_true(lambda: worker.is_assembled and worker.presence().state in SPEAKING)
+            look = worker._control.reader.request_read()
+            await until_true(lambda: worker._control.reader.num_read >= look)
+            assert worker.presence().state is WorkerState.UPDATING
+            patches.undo()
+            await client.until_serving("w")

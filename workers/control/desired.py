@@ -47,7 +47,8 @@ READ_S = 5.0
 """Maximum seconds between two reads, in case messages were missed. There are at least two reads per lease, so that one
 late read does not invalidate the state. The cost for a fleet of hundreds is negligible."""
 RETRY_S = 1.0
-"""Seconds between a failed read and the next read: the server may be starting, or have no JetStream for a while."""
+"""Seconds between a read that does not count and the next read: the server may be starting, have no JetStream for a
+while, or not have heard from its cluster. Its leader hears from the other servers every second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +222,6 @@ class DesiredReader:
         """Called after each successful read that was not stale."""
         self._is_requested = asyncio.Event()
         self._num_requested = 0
-        self._num_needed = 0
         # Commands requested since the last read began. That read may contain them. Bounded by the command log.
         self._awaited_commands: set[_ReadCommand] = set()
         self._is_reading = self._is_watching = False
@@ -241,15 +241,14 @@ class DesiredReader:
         """Desired version of the adapter under the model's name on this worker, or None if none is desired."""
         self.num_read = 0
         """Number of `request_read` calls that a finished read has answered."""
-        self._is_valid = False
-        self._known_at = -math.inf
+        self._known_at, self._awaited_since = -math.inf, time.monotonic()
         self.problem: str | None = None
         """Reason why the last read failed, or None if it succeeded."""
 
     @property
     def is_fresh(self) -> bool:
-        """True if the state was read since the last `invalidate` and within `max_age_s`."""
-        return self._is_valid and time.monotonic() <= self._known_at + self._max_age_s
+        """True if the state is that of a moment since the last `invalidate` and within `max_age_s`."""
+        return self._known_at >= max(self._awaited_since, time.monotonic() - self._max_age_s)
 
     def request_read(self) -> int:
         """Request a read by `run`. Return the value that `num_read` has after that read."""
@@ -288,9 +287,13 @@ class DesiredReader:
         return recorded is not None and (recorded.epoch, recorded.command.id) == (command.epoch, command.id)
 
     def invalidate(self) -> None:
-        """Discard the read state because this worker was fenced, and request a read."""
-        self._is_valid = False
-        self._num_needed = self.request_read()
+        """Discard the read state, and request a read.
+
+        This worker was fenced or has just started: controllers have continued without it. A deposed leader may answer
+        with the state before that, so a state counts only if a majority of the servers has confirmed its leader since.
+        """
+        self._awaited_since = time.monotonic()
+        self.request_read()
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -298,7 +301,6 @@ class DesiredReader:
             self._is_requested.clear()
             self._awaited_commands.clear()
             num_asked = self._num_requested
-            wait_s = min(READ_S, self._max_age_s / 2)
             self._is_reading = True
             try:
                 await self._read()
@@ -308,7 +310,6 @@ class DesiredReader:
                     # The state may have changed since the read.
                     self._is_requested.set()
             except (BusBroken, BusClosed, RemoteProtocolError) as exc:
-                wait_s = RETRY_S
                 if self.problem is None:
                     logger.warning("desired.read_failed model=%s error=%s", self.model, exc)
                 self.problem = str(exc)
@@ -322,10 +323,10 @@ class DesiredReader:
                 self.num_read = num_asked
                 if self.is_lost:
                     self._lost_at_read = num_asked
-                self._is_valid = num_asked >= self._num_needed
                 self.on_read()
             finally:
                 self._is_reading = False
+            wait_s = min(READ_S, self._max_age_s / 2) if self.is_fresh and not self.problem else RETRY_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._is_requested.wait()
@@ -342,7 +343,8 @@ class DesiredReader:
             state = await self.store.read(self.model)
         except RemoteProtocolError:
             # The stored message is no valid desired state, so there is no state that this worker could miss.
-            self._known_at = asked_at - confirmed_s
+            if self.is_fresh:
+                self._known_at = asked_at - confirmed_s
             raise
         self._update(state)
         self._known_at = asked_at - confirmed_s

@@ -309,6 +309,8 @@ class Reconciler:
         await self._lifecycle.publish_presence()
         if self._lifecycle.state is WorkerState.STARTING:
             self._lifecycle.transition(WorkerEvent.READY)
+        # Controllers did not wait for this worker while it started.
+        self.reader.invalidate()
         while True:
             await self._is_due.wait()
             self._is_due.clear()
