@@ -40,7 +40,7 @@ class InProcessClient:
     def __init__(self, llm: Any, **sampling: Any) -> None:
         self._llm = llm
         self._sampling = sampling
-        """Sampling parameters that replace those of sampled requests: left on by mistake."""
+        """Sampling parameters that replace those of all requests: left on by mistake."""
 
     async def complete_many(self, requests: Sequence[GenerateRequest], *, max_in_flight: int) -> AsyncIterator[Any]:
         """Yield the answers."""
@@ -57,8 +57,7 @@ class InProcessClient:
         params, prompts = [], []
         for request in requests:
             wanted = msgspec.to_builtins(request.sampling)
-            changed = self._sampling if request.sampling.temperature else {}
-            params.append(SamplingParams(**{"logprobs": 0, **wanted, **changed}, detokenize=False))
+            params.append(SamplingParams(**{"logprobs": 0, **wanted, **self._sampling}, detokenize=False))
             salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
             prompts.append({"prompt_token_ids": np.asarray(request.prompt_token_ids).tolist(), **salt})
         outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
@@ -66,6 +65,9 @@ class InProcessClient:
 
     def _answer(self, request: GenerateRequest, output: Any, one: Any) -> SimpleNamespace:
         ids = output.prompt_token_ids
+        top = [
+            sorted(known.items(), key=lambda each: each[1].rank)[: request.sampling.logprobs] for known in one.logprobs
+        ]
         prompt_logprobs = None
         if output.prompt_logprobs is not None:
             prompt_logprobs = np.array(
@@ -79,6 +81,8 @@ class InProcessClient:
             prompt_len=len(ids),
             token_ids=np.array(one.token_ids, "i4"),
             logprobs=np.array([known[token].logprob for known, token in zip(one.logprobs, one.token_ids, strict=True)]),
+            top_token_ids=np.array([[token for token, _ in known] for known in top], "i4"),
+            top_logprobs=np.array([[found.logprob for _, found in known] for known in top], "f4"),
             prompt_logprobs=prompt_logprobs,
             cached_tokens=output.num_cached_tokens,
             weight_versions=np.zeros(1, "i4"),
@@ -87,7 +91,7 @@ class InProcessClient:
         )
 
 
-def proof_of(llm: Any, folder: Path, scratch: Path, seed: int, **sampling: Any) -> Proof:
+def proof_of(llm: Any, folder: Path, scratch: Path, seed: int, /, **sampling: Any) -> Proof:
     """Return a run of the command over the engine."""
     config = llm.llm_engine.model_config
     experts = config.get_num_experts()
@@ -172,6 +176,17 @@ CHECKPOINTS: dict[str, Callable[[Tensors], None]] = {
 }
 
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    "top-p": {"top_p": 0.9},
+    "top-p-processed": {"top_p": 0.9},
+    "penalty": {"repetition_penalty": 1.2},
+    "presence": {"presence_penalty": 0.5},
+    "bias": {"logit_bias": {77: 5.0}},
+    "seed": {"seed": 7},
+}
+"""Sampling parameters that the engine applies to all requests, by fault."""
+
+
 @contextlib.contextmanager
 def bfloat16_routers(llm: Any) -> Iterator[None]:
     """Make all routers round their logits to bfloat16."""
@@ -234,8 +249,7 @@ def run_case(folder: Path, family: str, fault: str, seed: int) -> dict[str, Any]
             warm.budget.begin(1.0)
             asyncio.run(collect(warm))
             llm.collective_rpc("rollbus_load_weights", kwargs={"path": str(sound)})
-        sampling = {"top_p": 0.9} if fault.startswith("top-p") else {}
-        proof = proof_of(llm, sound, folder, seed, **sampling)
+        proof = proof_of(llm, sound, folder, seed, **SAMPLING.get(fault, {}))
         with bfloat16_routers(llm) if fault == "bf16-routers" else contextlib.nullcontext():
             outcomes = asyncio.run(prove(proof))
     return outcomes

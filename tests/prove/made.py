@@ -53,6 +53,8 @@ def _answer(rng: Any, arm: str, prompt: int, ids: Any, truth: Any, rows: Any) ->
         prompt_len=PROMPT,
         token_ids=ids,
         logprobs=near()[PROMPT - 1 :],
+        top_ids=np.empty((ANSWER, 0), "i4"),
+        top_logprobs=np.empty((ANSWER, 0), "f4"),
         is_neutral=arm == "sampled",
         cached=32 if arm == "again" else 0,
         rows=rows,

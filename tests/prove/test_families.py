@@ -30,6 +30,9 @@ NAMED: dict[str, tuple[str, ...]] = {
     "bf16-routers": ("dtype of the router",),
     "top-p": ("top-p is left on",),
     "top-p-processed": ("processed_logprobs",),
+    "penalty": ("a repetition",),
+    "bias": ("a logit bias on token 77",),
+    "seed": ("one seed for all requests",),
     "stale-kv": ("stale KV",),
 }
 """Words of the causes, one of which names the fault."""

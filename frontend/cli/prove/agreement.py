@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from .causes import CERTAIN, Signs, name_causes
+from .causes import Signs, name_causes
 from .evidence import Evidence, add_reference, collect
-from .figures import Figures, batch_pairs, by_position, by_rank, reference_pairs, second_pairs
+from .figures import CERTAIN, Figures, batch_pairs, by_position, by_rank, reference_pairs, second_pairs
 from .stage import Proof, Stage
 from .verdicts import FLOOR_MOST, Finding, Number, Outcome, Verdict
 

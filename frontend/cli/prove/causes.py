@@ -8,18 +8,20 @@ from msgspec.structs import replace
 
 from .evidence import Evidence
 from .figures import (
+    SHARPNESS,
     Figures,
     Pair,
     Suspect,
     answer_of,
     batch_pairs,
+    choice_tests,
+    cut_tests,
     expected_of,
     first_position,
     misses_of,
     noise_pairs,
     reference_pairs,
     rounding_gain,
-    sampling_tests,
     second_pairs,
     slope_of,
     suspect_of,
@@ -30,10 +32,8 @@ MANY: Final = 0.01
 """Share of faulty sets of a layer that is `wrong`: a single one may be a tie of two routers at once."""
 SOME: Final = 0.002
 """Share that is `look`."""
-CERTAIN: Final = 6.0
-"""Standard deviations of a test that are `wrong`."""
-UNLIKELY: Final = 4.5
-"""Standard deviations that are `look`: once in a hundred thousand sound runs."""
+UNLIKELY: Final = 5.5
+"""Standard deviations that are `look`: one of ten tests has them in one of two million sound runs."""
 STRAIGHT: Final = 0.5
 """R squared from which differences are a function of the log probability."""
 FITS: Final = 4.0
@@ -50,6 +50,7 @@ MISFIT: Final = (
     "another number of experts for each token, or other layers, than in the configuration of --model; or rows that the "
     "engine mixed up"
 )
+PROCESSED: Final = "the fleet returns processed_logprobs; raw_logprobs do not depend on sampling parameters"
 GREEDY: Final = ("alone", "batch", "again")
 
 
@@ -59,6 +60,7 @@ class Signs:
     def __init__(self, evidence: Evidence, dtype: str) -> None:
         sampled = evidence.sampled
         self.dtype, self.facts, self.misfit, self.routers = dtype, evidence.facts, evidence.misfit, evidence.layers
+        self.is_processed = evidence.facts.get("logprobs_mode", "").startswith("processed")
         self._has_ties = evidence.num_experts > 0 or evidence.routing_refusal is not None
         self.floor = floor = Figures.of(batch_pairs(sampled))
         """The engine against itself in another batch."""
@@ -124,11 +126,16 @@ class Signs:
         others = self.second_differs
         if not seconds:
             others = self.is_off(reference_pairs(greedy, self.expected), floor, noise, is_replayed=replays)
-        tests = sampling_tests(one for one in sampled if one.is_neutral)
-        # If greedy answers differ too, their distribution is another one.
-        is_tested = not others and (self.drift_sampled or not self.drifts)
-        self.sampling = [test for test in tests if is_tested and abs(test.z) > UNLIKELY]
-        """Tests of the sampled tokens that fail."""
+        drawn = [one for one in sampled if one.is_neutral]
+        tests = choice_tests(greedy, drawn)
+        # If greedy answers differ too, the reference has another distribution.
+        if not others and (self.drift_sampled or not self.drifts) and not any(test.name == "seed" for test in tests):
+            tests += cut_tests(drawn)
+        tests.sort(key=lambda test: -abs(test.z))
+        # What is left on moves other tests too, but less.
+        off = [test for test in tests if abs(test.z) > max(UNLIKELY, abs(tests[0].z) / 2)]
+        self.sampling = [test for test in off if test.name != SHARPNESS] or off[:1]
+        """Tests of the choice of tokens that fail, the clearest first, without what another one explains."""
 
     def judge(self, what: str, pairs: Sequence[Pair], *floors: Figures, is_replayed: bool = False) -> Finding:
         """Return the finding for pairs. What few answers show, as after a tie of routers, is at most `look`.
@@ -173,20 +180,13 @@ Rows = Sequence[str | bool]
 
 def _of_sampling(signs: Signs) -> Rows:
     """Return causes where only sampled tokens are off."""
-    found, cuts = signs.sampling, [test for test in signs.sampling if test.z < 0 and test.name != "temperature"]
-    is_temperature = bool(found) and {test.name for test in found} == {"temperature"}
-    sharper = "below" if found and found[0].z < 0 else "above"
-    is_processed = signs.facts.get("logprobs_mode", "").startswith("processed")
+    found = signs.sampling
     return [
-        *(f"sampling parameters: {test.text}: {test.name} is left on, or min-p" for test in cuts),
-        is_temperature and f"sampling parameters: a temperature {sharper} 1 ({found[0].text}), top-p, or penalties",
+        *(f"sampling parameters: {test.text}: {test.cause}" for test in found),
         signs.drift_sampled
-        and not cuts
-        and not is_temperature
+        and not found
         and "sampling parameters (temperature, top-p, top-k, penalties) that change the log probabilities",
-        (bool(found) or signs.drift_sampled)
-        and is_processed
-        and "the fleet returns processed_logprobs; raw_logprobs do not depend on sampling parameters",
+        (bool(found) or signs.drift_sampled) and signs.is_processed and PROCESSED,
     ]
 
 
@@ -201,6 +201,8 @@ def _of_drift(signs: Signs) -> Rows:
             "stale KV: only answers with a cached prefix differ from a pass that computes it again: the prefix cache "
             "has KV of other weights, or was not flushed after an update"
         )
+    elif signs.is_processed and signs.differs and not signs.second_differs:
+        text = f"sampling parameters (penalties, a logit bias) that are left on for all requests: {PROCESSED}"
     elif signs.differs and not signs.second_differs:
         text = (
             "stale KV, or the decode path: a pass over the whole sequence agrees with the reference, the answers do "

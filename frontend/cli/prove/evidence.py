@@ -48,8 +48,10 @@ LENGTHS: Final = (5, 33, 150, 600)
 """Tokens of the prompts of a round: below, within and above usual block sizes of the KV cache."""
 NUM_TOKENS: Final = 32
 """Tokens of an answer."""
-NUM_SAMPLES: Final = 4
-"""Samples of each prompt with temperature 1."""
+NUM_SAMPLES: Final = 2
+"""Samples of each of two requests of a prompt with temperature 1."""
+MAX_TOP: Final = 20
+"""Most likely tokens of each position: by default, engines return no more."""
 MAX_ROUNDS: Final = 24
 """Rounds of new prompts: about 15,000 sampled tokens. More change no figure."""
 TIME_SHARE: Final = 0.6
@@ -73,6 +75,10 @@ class Sampled:
     """i4[n]: prompt and answer."""
     logprobs: Floats
     """f4[G]: log probabilities of the answer."""
+    top_ids: Ints
+    """i4[G, K]: the most likely tokens at each position of the answer."""
+    top_logprobs: Floats
+    """f4[G, K]: their log probabilities."""
     cached: int = 0
     """Tokens of the prompt that the prefix cache had."""
     is_neutral: bool = True
@@ -121,6 +127,7 @@ class _Collection:
         self._engine: Capabilities = proof.fleet.engine
         self._rng = np.random.default_rng(proof.args.seed)
         self._has_second = True
+        self._num_top = min(MAX_TOP, self._engine.max_logprobs)
         routing = self._engine.routed_experts
         facts = {"logprobs_mode": self._engine.logprobs_mode, "dtype": proof.dtype}
         self._evidence = Evidence(sampled=[], num_experts=routing.num_experts if routing else 0, facts=facts)
@@ -153,9 +160,10 @@ class _Collection:
 
     async def _round(self, number: int) -> None:
         prompts = self._prompts(number)
-        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        sampled = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=NUM_SAMPLES)
-        for arm, sampling in (("batch", greedy), ("alone", greedy), ("again", greedy), ("sampled", sampled)):
+        sampled = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=NUM_SAMPLES, logprobs=self._num_top)
+        greedy = msgspec.structs.replace(sampled, temperature=0.0, n=1)
+        # Two requests with the same prompt show a seed that both have.
+        for arm, sampling in (("batch", greedy), ("alone", greedy), ("again", greedy), *[("sampled", sampled)] * 2):
             salts = [uuid.uuid4().hex if arm == "alone" else None for _ in prompts]
             requests = [
                 GenerateRequest(prompt_token_ids=ids, sampling=sampling, model=self._proof.model, cache_salt=salt)
@@ -177,7 +185,9 @@ class _Collection:
             if limit < 1:
                 raise StageRefused(f"a prompt of --prompts has {request.prompt_len} tokens, which is too long")
             minimum = min(sampling.min_tokens, limit)
-            changed = msgspec.structs.replace(sampling, max_tokens=limit, min_tokens=minimum, logprobs=0, n=1)
+            changed = msgspec.structs.replace(
+                sampling, max_tokens=limit, min_tokens=minimum, logprobs=self._num_top, n=1
+            )
             requests.append(
                 msgspec.structs.replace(
                     request, sampling=changed, model=self._proof.model, request_id=uuid.uuid4().hex,
@@ -229,13 +239,15 @@ def _sampled(arm: str, prompt: int, answer: Generation) -> Sampled:
     sampling = answer.request.sampling
     if answer.logprobs is None:
         raise StageRefused("the fleet returns no log probabilities")
-    rows = answer.routed_experts
+    rows, none = answer.routed_experts, np.empty((len(answer.token_ids), 0), "i4")
     return Sampled(
         arm=arm,
         prompt=prompt,
         prompt_len=answer.prompt_len,
         token_ids=np.concatenate([np.asarray(answer.request.prompt_token_ids, "i4"), answer.token_ids]),
         logprobs=answer.logprobs,
+        top_ids=none if answer.top_token_ids is None else answer.top_token_ids,
+        top_logprobs=none if answer.top_logprobs is None else answer.top_logprobs,
         cached=answer.cached_tokens or 0,
         is_neutral=all(getattr(sampling, name) == getattr(SamplingParams(), name) for name in CHANGING),
         versions=tuple(sorted(set(answer.weight_versions.tolist()))),

@@ -5,13 +5,16 @@ and k3 = exp(r) - 1 - r estimate KL(sampler || trainer) for sampled tokens (J. S
 2020). k3 is never negative and varies less.
 """
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.reference import ABOVE, RANKS, Floats, TokenScores
+from ....schemas.reference import ABOVE, RANKS, Floats, Ints, TokenScores
 from .evidence import Evidence, Sampled
 from .verdicts import LARGEST, Finding, Number, Verdict, limit_of, limited, measured
 
@@ -124,48 +127,178 @@ def batch_pairs(sampled: Sequence[Sampled]) -> list[Pair]:
     return pairs
 
 
+TINY: Final = 1e-12
+"""Smallest probability that counts."""
+NUM_TOKENS: Final = 1e7
+"""Tokens of a large vocabulary, each with some powers of 2 as bounds of its probability."""
+NOT_BEST: Final = 0.001
+"""Share of the greedy tokens that need not be the most likely ones: a sampler may round before it compares."""
+SHARPNESS: Final = "temperature"
+"""Name of the test that fails with any change of the distribution."""
+CERTAIN: Final = 6.0
+"""Standard deviations of a test that are `wrong`."""
+
+
 class Sampling(NamedTuple):
-    """A test of the sampled tokens against the reference's distribution, which needs no log probabilities."""
+    """A test of the sampled tokens: a count of some of them against what is expected."""
 
     name: str
     z: float
-    """Standard deviations from what is expected."""
+    """Standard deviations from what is expected, above 0 if there are more."""
     text: str
+    cause: str
+
+    @classmethod
+    def of(cls, name: str, what: str, cause: str, seen: int, expected: float, trials: float = 1.0) -> "Sampling":
+        """Return the test of a count.
+
+        The chance of z is at most exp(-z * z / 2), however the probability of each token depends on those before it
+        (H. Chernoff, "A Measure of Asymptotic Efficiency", 1952).
+
+        Args:
+            trials: number of tests of which the one that deviates most is taken.
+        """
+        nats = expected - seen + seen * math.log(max(seen, TINY) / max(expected, TINY)) - math.log(trials)
+        z = math.copysign(math.sqrt(2 * max(nats, 0.0)), seen - expected)
+        return cls(name, z, f"{what}: {seen:,}, and {expected:,.0f} are expected", cause)
 
 
-NUM_EXPECTED: Final = 14.0
-"""If so many tokens are expected beyond a cut, none of them is seen by chance once in a million runs."""
-
-
-def sampling_tests(sampled: Iterable[Sampled]) -> list[Sampling]:
-    """Return tests of temperature, top-p and top-k over answers that were sampled from the whole distribution.
-
-    A token's place is the probability of more likely tokens plus half of its own. Its mean is exactly 0.5, and its
-    variance at most 1/12, whatever the distribution is.
-    """
+def cut_tests(sampled: Iterable[Sampled]) -> list[Sampling]:
+    """Return tests of top-p and top-k over answers that were sampled from the reference's whole distribution."""
     chosen = [(one, one.scores) for one in sampled if one.scores is not None]
     if not chosen:
         return []
 
-    def of(get: Callable[[TokenScores], npt.NDArray[np.generic]]) -> npt.NDArray[np.float64]:
-        return np.concatenate([np.asarray(get(scores)[one.prompt_len - 1 :], float) for one, scores in chosen])
+    def of(name: str) -> npt.NDArray[np.float64]:
+        return np.concatenate([np.asarray(answer_of(one, getattr(scores, name)), float) for one, scores in chosen])
 
-    above, ranks = of(lambda scores: scores.above), of(lambda scores: scores.ranks)
-    places = above + np.exp(of(lambda scores: scores.logprobs)) / 2
-    z = (float(places.mean()) - 0.5) * np.sqrt(12 * len(places))
-    tests = [Sampling("temperature", float(z), f"mean place {places.mean():.3f} of {len(places)} tokens, not 0.5")]
+    tests = []
     for name, values, cuts, tails in (
-        ("top-p", above, ABOVE, of(lambda scores: scores.above_tail)),
-        ("top-k", ranks, RANKS, of(lambda scores: scores.rank_tail)),
+        ("top-p", of("above"), ABOVE, of("above_tail")),
+        ("top-k", of("ranks"), RANKS, of("rank_tail")),
     ):
-        for cut, tail in zip(cuts, tails.T, strict=True):
-            expected, seen = float(tail.sum()), int((values >= cut).sum())
-            if not seen and expected > NUM_EXPECTED:
-                text = f"no token beyond {name} {cut:g}, though {expected:.0f} of {len(values)} are expected"
-                # The chance of none is exp(-expected), which is that of so many standard deviations.
-                tests.append(Sampling(name, -float(np.sqrt(2 * expected)), text))
-                break
+        cause = f"{name} is left on, or min-p"
+        found = (
+            Sampling.of(name, f"tokens beyond {name} {cut:g}", cause, 0, float(tail.sum()))
+            for cut, tail in zip(cuts, tails.T, strict=True)
+            if not (values >= cut).any()
+        )
+        tests += list(itertools.islice(found, 1))
     return tests
+
+
+class _Tops(NamedTuple):
+    """The tokens of some answers, and the engine's most likely tokens at their positions as [positions, K]."""
+
+    tokens: Ints
+    ids: Ints
+    probabilities: Floats
+    is_chosen: npt.NDArray[np.bool_]
+    is_best: npt.NDArray[np.bool_]
+    is_seen: npt.NDArray[np.bool_]
+    """True for a token that the prompt or the answer had before."""
+
+    @classmethod
+    def of(cls, chosen: Sequence[Sampled]) -> "_Tops":
+        """Return those of one or more answers."""
+        seen = []
+        for one in chosen:
+            prompt, answer = np.split(one.token_ids, [one.prompt_len])
+            before = np.tri(len(answer), k=-1, dtype=bool)[:, None]
+            seen.append(np.isin(one.top_ids, prompt) | ((one.top_ids[..., None] == answer) & before).any(-1))
+        ids, values = (np.concatenate([getattr(one, name) for one in chosen]) for name in ("top_ids", "top_logprobs"))
+        tokens = np.concatenate([one.token_ids[one.prompt_len :] for one in chosen])
+        is_chosen, is_best = ids == tokens[:, None], values == values.max(1, keepdims=True, initial=-np.inf)
+        return cls(tokens, ids, np.exp(values), is_chosen, is_best, np.concatenate(seen))
+
+
+def choice_tests(greedy: Sequence[Sampled], drawn: Sequence[Sampled]) -> list[Sampling]:
+    """Return tests of the choice of tokens against the log probabilities that the engine itself reports.
+
+    Raw log probabilities do not depend on sampling parameters, so the choice shows what is left on.
+
+    Args:
+        greedy: greedy answers.
+        drawn: answers that were sampled from the whole distribution.
+    """
+    tests = _greedy_tests(_Tops.of(greedy)) if greedy else []
+    if not drawn:
+        return tests
+    tops, seed = _Tops.of(drawn), _seed_test(drawn)
+    # The other tests count the tokens of different answers as independent.
+    return [seed] if seed.z > CERTAIN else [*tests, *_top_tests(tops), *_token_tests(tops, drawn)]
+
+
+def _seed_test(drawn: Sequence[Sampled]) -> Sampling:
+    """Return the test of samples of one prompt that begin alike.
+
+    A sample begins with the tokens of another one with their probability. The most likely tokens do not count: a
+    temperature near 0 repeats them without a seed.
+    """
+    most, length = 0.0, 0
+    # Sequences that begin alike are neighbours.
+    for one, other in itertools.pairwise(sorted(drawn, key=lambda one: one.token_ids.tolist())):
+        size = min(len(one.token_ids), len(other.token_ids))
+        end = int(np.argmin([*(one.token_ids[:size] == other.token_ids[:size]), False])) - one.prompt_len
+        nats = np.where(one.logprobs < one.top_logprobs.max(1, initial=-np.inf), -one.logprobs, 0.0)
+        most, length = max((most, length), (float(nats[: max(end, 0)].sum()), end))
+    text = f"samples of one prompt begin with the same {length} tokens"
+    z = math.sqrt(2 * max(most - 2 * math.log(len(drawn)), 0.0))
+    return Sampling("seed", z, text, "one seed for all requests, or workers whose random states are equal")
+
+
+def _greedy_tests(tops: _Tops) -> list[Sampling]:
+    """Return the test of greedy tokens, which must be the most likely ones. Empty if they are."""
+    off = ~(tops.is_chosen & tops.is_best).any(1) & tops.is_best.any(1)
+    if not off.any():
+        return []
+    [(token, times)] = Counter(tops.tokens[off].tolist()).most_common(1)
+    cause = "a logit bias, bad words or allowed tokens are left on"
+    if times > off.sum() / 2:
+        cause = _bias_on(token)
+    elif tops.is_seen[off][tops.is_best[off]].mean() > MOSTLY:
+        cause = PENALTY
+    what = f"of {len(off)} greedy tokens, those that are not the most likely ones of the engine"
+    return [Sampling.of("greedy", what, cause, int(off.sum()), NOT_BEST * len(off))]
+
+
+PENALTY: Final = "a repetition, presence or frequency penalty is left on"
+MOSTLY: Final = 0.9
+"""Share of the tokens that are passed over, and were there before, from which a penalty is the cause."""
+
+
+def _top_tests(tops: _Tops) -> list[Sampling]:
+    """Return tests of how often the most likely token, and tokens that were there before, are sampled."""
+    seen, expected = int((tops.is_chosen & tops.is_best).sum()), float(tops.probabilities[tops.is_best].sum())
+    cause = f"a temperature {'below' if seen > expected else 'above'} 1, top-p, or penalties"
+    tests = [Sampling.of(SHARPNESS, f"of {len(tops.ids)} tokens, the most likely ones", cause, seen, expected)]
+    # Only tokens of about the same probability are compared, so that a temperature changes nothing.
+    level, rows = np.floor(np.log2(np.maximum(tops.probabilities, TINY))), tops.is_chosen.any(1)
+    like = np.where(level[rows] == level[tops.is_chosen][:, None], tops.probabilities[rows], 0.0)
+    like /= like.sum(1, keepdims=True)
+    seen, expected = int((tops.is_chosen & tops.is_seen).sum()), float(like[tops.is_seen[rows]].sum())
+    what = f"of {len(like)} likely tokens, those that were there before"
+    return [*tests, Sampling.of("repeated", what, PENALTY, seen, expected)]
+
+
+def _token_tests(tops: _Tops, drawn: Sequence[Sampled]) -> list[Sampling]:
+    """Return the test of the token whose number differs most from what is expected."""
+    ids, index = np.unique(tops.ids, return_inverse=True)
+    seen = Counter(tops.ids[tops.is_chosen].tolist())
+    means = np.bincount(index.ravel(), tops.probabilities.ravel())
+    counts = [(token, seen[token], mean) for token, mean in zip(ids.tolist(), means.tolist(), strict=True)]
+    # The probability of a token that is not among the most likely ones is known only where it is sampled. Where it is
+    # at most m, the token is sampled at most as often as if it were m everywhere.
+    probabilities = np.maximum(np.exp(np.concatenate([one.logprobs for one in drawn])), TINY)
+    bounds = (len(tops.tokens) * np.exp2(np.ceil(np.log2(probabilities)))).tolist()
+    known = Counter(zip(tops.tokens.tolist(), bounds, strict=True))
+    counts += [(token, times, bound) for (token, bound), times in known.items() if times > bound]
+    tests = [Sampling.of("token", f"tokens {token}", _bias_on(token), *each, NUM_TOKENS) for token, *each in counts]
+    return [max(tests, key=lambda test: abs(test.z))] if tests else []
+
+
+def _bias_on(token: int) -> str:
+    return f"a logit bias on token {token}, or bad or allowed tokens, is left on"
 
 
 class Misses(NamedTuple):
