@@ -61,7 +61,7 @@ class Signs:
         sampled = evidence.sampled
         self.dtype, self.facts, self.misfit, self.routers = dtype, evidence.facts, evidence.misfit, evidence.layers
         self.is_processed = evidence.facts.get("logprobs_mode", "").startswith("processed")
-        self._has_ties = evidence.num_experts > 0 or evidence.routing_refusal is not None
+        self.has_experts = evidence.num_experts > 0 or evidence.routing_refusal is not None
         self.floor = floor = Figures.of(batch_pairs(sampled))
         """The engine against itself in another batch."""
         self.noise = noise = Figures.of(noise_pairs(sampled))
@@ -162,7 +162,7 @@ class Signs:
         """Leave out answers that are off if they are few: a tie that nothing replays moves a whole answer."""
         kept = [pair for pair in pairs if not Figures.of([pair]).is_off(self.dtype, *floors)]
         is_few = len(pairs) - len(kept) <= max(FEW * len(pairs), 1) < len(kept)
-        return kept if self._has_ties and is_few and not self.has_nan else pairs
+        return kept if self.has_experts and is_few and not self.has_nan else pairs
 
 
 def name_causes(signs: Signs) -> tuple[str, ...]:
@@ -243,8 +243,11 @@ def _of_model(signs: Signs) -> Rows:
         and signs.first_layer is None
         and "a scale of the logits: temperature, soft cap, logit scale, or the final norm",
         is_dense
-        and "stale weights, weights that did not load, an adapter that stayed merged, or another configuration "
-        "(epsilon of a norm, activation, multipliers): the engine agrees with itself and not with the model",
+        and signs.has_experts
+        and "experts or routers (weights, scales, swapped experts, norm_topk_prob), whose choice could not be replayed",
+        is_dense
+        and "stale weights, weights that did not load (rows of the embedding too), an adapter that stayed merged, or "
+        "another configuration (epsilon of a norm, activation): the engine agrees with itself and not with the model",
         is_dense and is_tied and "a tied head that was not updated with the embedding",
         is_dense
         and "a fused kernel (compare with enforce_eager), or another checkpoint in --model than the fleet serves",

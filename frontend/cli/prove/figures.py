@@ -275,7 +275,7 @@ def _top_tests(tops: _Tops) -> list[Sampling]:
     # Only tokens of about the same probability are compared, so that a temperature changes nothing.
     level, rows = np.floor(np.log2(np.maximum(tops.probabilities, TINY))), tops.is_chosen.any(1)
     like = np.where(level[rows] == level[tops.is_chosen][:, None], tops.probabilities[rows], 0.0)
-    like /= like.sum(1, keepdims=True)
+    like /= np.maximum(like.sum(1, keepdims=True), TINY)
     seen, expected = int((tops.is_chosen & tops.is_seen).sum()), float(like[tops.is_seen[rows]].sum())
     what = f"of {len(like)} likely tokens, those that were there before"
     return [*tests, Sampling.of("repeated", what, PENALTY, seen, expected)]
@@ -398,14 +398,24 @@ FAINT: Final = 0.01
 """Part of the mean square difference below which a position agrees."""
 
 
+NEAR: Final = 8
+"""Positions in which most sequences must differ if the position is the cause."""
+
+
 def first_position(pairs: Sequence[Pair]) -> int:
-    """Return the first position at which the passes of whole sequences do not agree. 0 without pairs."""
+    """Return the first position from which on the passes of whole sequences do not agree. 0 without pairs.
+
+    0 also if most sequences still agree there: then certain tokens are off, and not positions.
+    """
     if not pairs:
         return 0
     table = np.full((len(pairs), max(len(pair[0]) for pair in pairs)), np.nan)
     for line, pair in zip(table, pairs, strict=True):
         line[: len(pair[0])] = np.square(differences([pair]))
-    return int(np.argmax(np.nanmean(table, 0) > FAINT * np.nanmean(table)))
+    faint = FAINT * np.nanmean(table)
+    first = int(np.argmax(np.nanmean(table, 0) > faint))
+    near = table[~np.isnan(table[:, first]), first : first + NEAR]
+    return first if np.mean(np.nan_to_num(near).max(1) > faint) > 0.5 else 0
 
 
 def rounding_gain(sampled: Iterable[Sampled]) -> float:
