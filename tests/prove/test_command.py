@@ -209,7 +209,9 @@ async def test_an_answer_without_room_for_a_second_pass_shifts_no_other() -> Non
                 }
                 yield replace(answer([7, 8]), **given, prompt_logprobs=second)
 
-    engine = SimpleNamespace(max_model_len=6, routed_experts=None, routing_refusal=None, logprobs_mode="raw_logprobs")
+    engine = SimpleNamespace(
+        max_model_len=6, routed_experts=None, routing_refusal=None, logprobs_mode="raw_logprobs", max_logprobs=20
+    )
     fields = {"fleet": SimpleNamespace(engine=engine), "args": argparse.Namespace(seed=0), "dtype": "float32"}
     proof: Any = SimpleNamespace(**fields, model="m", rb=Bus())
     collection = evidence._Collection(proof)

@@ -23,7 +23,7 @@ from .figures import (
     reference_pairs,
     rounding_gain,
     second_pairs,
-    slope_of,
+    straightness_of,
     suspect_of,
 )
 from .verdicts import LARGEST, TABLE, Finding, Verdict
@@ -113,9 +113,8 @@ class Signs:
             found = suspect_of(evidence, evidence.layers[place - 1])
             # After the last router, nothing of an expert reaches other tokens than its own.
             self.suspect = found if found is not None and (faulty or found.ratio > ALONE) else None
-        self.slope, straight = slope_of(pairs)
-        """By how much r changes with the log probability, in a straight line."""
-        self.is_straight = straight > STRAIGHT and self.slope != 0
+        self.is_straight = straightness_of(pairs) > STRAIGHT
+        """True if r is a linear function of the log probability."""
         # The tokens of an expert may begin anywhere.
         self.position = first_position(seconds) if self.second_differs and self.suspect is None else 0
         """First position where the engine and the reference do not agree."""
@@ -255,12 +254,10 @@ def _of_model(signs: Signs) -> Rows:
 
 
 def _of_experts(suspect: Suspect) -> str:
-    if len(suspect.experts) == 1:
-        return (
-            f"expert {suspect.experts[0]} of layer {suspect.layer}: its weights, or the scale of its kernel, are wrong"
-        )
-    first, second = suspect.experts
-    return f"experts {first} and {second} of layer {suspect.layer}: swapped, or both have wrong weights or scales"
+    first, *second = suspect.experts
+    which = f"s {first} and {second[0]}" if second else f" {first}"
+    why = "swapped, or both have wrong weights" if second else "its weights, or the scale of its kernel, are wrong"
+    return f"expert{which} of layer {suspect.layer}: {why}"
 
 
 def precision_cause(signs: Signs) -> str:

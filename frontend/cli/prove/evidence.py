@@ -13,8 +13,9 @@ long sequence runs in chunks.
 """
 
 import asyncio
+import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, get_args
@@ -278,7 +279,7 @@ async def add_reference(proof: Proof) -> Evidence:
     if proof.folder is None:
         evidence.reference_refusal = "the checkpoint is not on this machine; name its directory with --model DIR"
         return evidence
-    chosen = list(_spread(evidence.sampled))[:MAX_SEQUENCES]
+    chosen = _spread(evidence.sampled)[:MAX_SEQUENCES]
     engine = proof.fleet.engine
     dtypes: tuple[Dtype, ...] = get_args(Dtype)
     main: Dtype = next((name for name in dtypes if name == (proof.args.dtype or engine.dtype)), "bfloat16")
@@ -306,13 +307,10 @@ async def add_reference(proof: Proof) -> Evidence:
     return evidence
 
 
-def _spread(sampled: Sequence[Sampled]) -> Iterator[Sampled]:
-    """Yield the answers in turns of their arms, so that each part of them has all arms."""
-    arms: dict[str, list[Sampled]] = {}
-    for each in sampled:
-        arms.setdefault(each.arm, []).append(each)
-    for i in range(max(map(len, arms.values()), default=0)):
-        yield from (found[i] for found in arms.values() if i < len(found))
+def _spread(sampled: Sequence[Sampled]) -> list[Sampled]:
+    """Return the answers in turns of their arms, so that each part of them has all arms."""
+    by_arm = ([each for each in sampled if each.arm == arm] for arm in dict.fromkeys(each.arm for each in sampled))
+    return [each for turn in itertools.zip_longest(*by_arm) for each in turn if each is not None]
 
 
 async def run_reference(job: ReferenceJob, folder: Path) -> ReferenceResult:

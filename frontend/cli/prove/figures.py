@@ -432,14 +432,14 @@ def rounding_gain(sampled: Iterable[Sampled]) -> float:
     return max(means[0] / max(min(means[1:]), 1e-30), 1.0) if means else 1.0
 
 
-def slope_of(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Return slope and R squared of r as a linear function of the log probability of the second pass."""
+def straightness_of(pairs: Sequence[Pair]) -> float:
+    """Return R squared of r as a linear function of the log probability of the second pass."""
     r = differences(pairs)
     x = np.concatenate([other for _, other in pairs]).astype(float) if pairs else np.empty(0)
     if len(r) < MIN_MEMBERS or not np.isfinite(x).all() or x.std() < 1e-6 or r.std() < 1e-12:
-        return 0.0, 0.0
+        return 0.0
     slope, offset = np.polyfit(x, r, 1)
-    return float(slope), float(1 - (r - slope * x - offset).var() / r.var())
+    return float(1 - (r - slope * x - offset).var() / r.var())
 
 
 def by_position(pairs: Sequence[Pair], parts: int = 4) -> list[float]:
