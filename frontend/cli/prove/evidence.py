@@ -251,7 +251,8 @@ def _sampled(arm: str, prompt: int, answer: Generation) -> Sampled:
     sampling = answer.request.sampling
     if answer.logprobs is None:
         raise StageRefused("the fleet returns no log probabilities")
-    rows, none = answer.routed_experts, np.empty((len(answer.token_ids), 0), "i4")
+    rows = answer.routed_experts
+    none: Ints = np.empty((len(answer.token_ids), 0), "i4")
     return Sampled(
         arm=arm,
         prompt=prompt,
@@ -259,7 +260,7 @@ def _sampled(arm: str, prompt: int, answer: Generation) -> Sampled:
         token_ids=np.concatenate([np.asarray(answer.request.prompt_token_ids, "i4"), answer.token_ids]),
         logprobs=answer.logprobs,
         top_ids=none if answer.top_token_ids is None else answer.top_token_ids,
-        top_logprobs=none if answer.top_logprobs is None else answer.top_logprobs,
+        top_logprobs=none.astype("f4") if answer.top_logprobs is None else answer.top_logprobs,
         cached=answer.cached_tokens or 0,
         is_neutral=all(getattr(sampling, name) == getattr(SamplingParams(), name) for name in CHANGING),
         versions=tuple(sorted(set(answer.weight_versions.tolist()))),

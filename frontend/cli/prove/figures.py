@@ -293,7 +293,10 @@ def _token_tests(tops: _Tops, drawn: Sequence[Sampled]) -> list[Sampling]:
     bounds = (len(tops.tokens) * np.exp2(np.ceil(np.log2(probabilities)))).tolist()
     known = Counter(zip(tops.tokens.tolist(), bounds, strict=True))
     counts += [(token, times, bound) for (token, bound), times in known.items() if times > bound]
-    tests = [Sampling.of("token", f"tokens {token}", _bias_on(token), *each, NUM_TOKENS) for token, *each in counts]
+    tests = [
+        Sampling.of("token", f"tokens {token}", _bias_on(token), times, mean, NUM_TOKENS)
+        for token, times, mean in counts
+    ]
     return [max(tests, key=lambda test: abs(test.z))] if tests else []
 
 
