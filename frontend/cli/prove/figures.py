@@ -258,8 +258,8 @@ def _greedy_tests(tops: _Tops) -> list[Sampling]:
         cause = _bias_on(token)
     elif tops.is_seen[off][tops.is_best[off]].mean() > MOSTLY:
         cause = PENALTY
-    what = f"of {len(off)} greedy tokens, those that are not the most likely ones of the engine"
-    return [Sampling.of("greedy", what, cause, int(off.sum()), NOT_BEST * len(off))]
+    what = f"of {len(tops.tokens)} greedy tokens, those that are not the most likely ones of the engine"
+    return [Sampling.of("greedy", what, cause, int(off.sum()), NOT_BEST * len(tops.tokens))]
 
 
 PENALTY: Final = "a repetition, presence or frequency penalty is left on"
