@@ -32,8 +32,8 @@ async def is_empty(client: Publishing, fleet: str) -> bool:
 
 
 async def exists_queue(client: Publishing, fleet: str) -> bool:
-    """Return True if a worker has created the queue."""
-    return bool(await queue_depths(client.nats, Subjects(fleet), (MODEL,)))
+    """Return True if a worker has created all lanes of the queue."""
+    return len(await queue_depths(client.nats, Subjects(fleet), (MODEL,))) == len(LANES)
 
 
 async def num_pulls(client: Publishing, fleet: str) -> int:
