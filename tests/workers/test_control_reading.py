@@ -24,6 +24,7 @@ class Store:
     def __init__(self) -> None:
         self.state = DesiredState(model=MODEL)
         self.num_begun = self.num_unwatched = 0
+        self.unheard_s = 0.0
         self._answers: asyncio.Queue[BusBroken | None] = asyncio.Queue()
 
     async def read(self, _model: str) -> DesiredState:
@@ -41,8 +42,8 @@ class Store:
         self.answer()
 
     async def confirmed_s(self) -> float:
-        """Return 0, as a store on one server does."""
-        return 0.0
+        """Return 0, as a store on one server does, or what a test has set."""
+        return self.unheard_s
 
     def record(self, command: Pause | FlushCache) -> int:
         """Record a command, and return its epoch."""
@@ -194,5 +195,17 @@ async def test_reads_from_before_a_fence_do_not_count() -> None:
         assert not made.reader.is_fresh
         made.store.answer()
         await made.until_read(look)
+
+        assert made.reader.is_fresh
+
+
+async def test_a_read_makes_no_state_older() -> None:
+    """If the leader has heard nothing since an earlier read, or answers late, that read counts as before."""
+    async with reading() as made:
+        made.store.answer()
+        await made.until_read(made.reader.request_read())
+        made.store.unheard_s = 30.0
+        made.store.answer()
+        await made.until_read(made.reader.request_read())
 
         assert made.reader.is_fresh

@@ -1,6 +1,8 @@
 """A worker that cannot read the desired state, as on the small side of a partition, or reads an older one."""
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 
 import pytest
@@ -28,12 +30,12 @@ def unanswered(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
     return "nobody answers"
 
 
-def unconfirmed(store: DesiredStore | type[DesiredStore], patches: pytest.MonkeyPatch) -> str:
+def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
     """Make reads unconfirmed, as if a leader answered without its cluster."""
 
-    async def confirmed_s(*_: object) -> float:
+    async def confirmed_s() -> float:
         await asyncio.sleep(0)
-        return 50.0
+        return 5.0
 
     patches.setattr(store, "confirmed_s", confirmed_s)
     return "too few servers of its cluster"
@@ -90,13 +92,21 @@ async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
 async def test_a_worker_that_starts_at_a_deposed_leader_serves_nothing(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that starts does not serve until a majority confirms the state, however long its own lease is.
+    """A worker does not serve if the leader has lost its cluster while it started, however long its own lease is.
 
     The fleet may have loaded other weights since the leader lost its cluster, without waiting for this worker.
     """
     monkeypatch.setattr(desired, "RETRY_S", 0.01)
     with monkeypatch.context() as patches:
-        unconfirmed(DesiredStore, patches)
+        heard_at = math.inf
+
+        async def confirmed_s(_store: DesiredStore) -> float:
+            nonlocal heard_at
+            await asyncio.sleep(0)
+            heard_at = min(heard_at, time.monotonic())
+            return time.monotonic() - heard_at
+
+        patches.setattr(DesiredStore, "confirmed_s", confirmed_s)
         async with (
             hand_client(nats_url, fleet) as client,
             synthetic_worker(nats_url, fleet, worker_id="w") as (worker, _),

@@ -344,10 +344,11 @@ class DesiredReader:
         except RemoteProtocolError:
             # The stored message is no valid desired state, so there is no state that this worker could miss.
             if self.is_fresh:
-                self._known_at = asked_at - confirmed_s
+                self._known_at = max(self._known_at, asked_at - confirmed_s)
             raise
         self._update(state)
-        self._known_at = asked_at - confirmed_s
+        # A state of the same history is no older than the one before it, although the last heartbeat may be long ago.
+        self._known_at = max(-math.inf if self.is_lost else self._known_at, asked_at - confirmed_s)
         if state is None and self._may_begin:
             await self._begin()
 
