@@ -107,7 +107,7 @@ class FieldChecks:
 def check_bool(field: str, value: object) -> bool:
     """Accept only True and False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}, not a bool", allowed="true or false")
+        raise InvalidRequest(field, f"is {describe(value)}, not a bool", "true or false")
     return bool(value)
 
 
@@ -118,13 +118,13 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
         return value
     allowed = f"an integer from {low} to {high}"
     if isinstance(value, (bool, np.bool_)):
-        raise InvalidRequest(field=field, problem=f"is the bool {value}", allowed=allowed)
+        raise InvalidRequest(field, f"is the bool {value}", allowed)
     try:
         number = int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}, not an integer", allowed=allowed) from None
+        raise InvalidRequest(field, f"is {describe(value)}, not an integer", allowed) from None
     if not low <= number <= high:
-        raise InvalidRequest(field=field, problem=f"is {describe(number)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(number)}", allowed)
     return number
 
 
@@ -135,20 +135,20 @@ def check_float(field: str, value: object, low: float, high: float, *, above: bo
         return value
     allowed = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}, not a number", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(value)}, not a number", allowed)
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high or (above and number == low):
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(value)}", allowed)
     return number
 
 
 def check_matches(field: str, value: object, pattern: re.Pattern[str], allowed: str) -> str:
     """Accept strings that `pattern` matches completely."""
     if not isinstance(value, str) or pattern.fullmatch(value) is None:
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(value)}", allowed)
     # Convert subclasses of str to str, because msgspec refuses to encode them.
     return str.__str__(value)
 
@@ -167,9 +167,9 @@ def check_name(field: str, value: object, max_chars: int = limits.MAX_NAME_CHARS
     """Accept non-empty strings of up to `max_chars` characters without control characters and lone surrogates."""
     if not isinstance(value, str) or not 1 <= len(value) <= max_chars or NOT_IN_NAMES.search(value):
         raise InvalidRequest(
-            field=field,
-            problem=f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
-            allowed=f"1 to {max_chars} characters, none a control character",
+            field,
+            f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
+            f"1 to {max_chars} characters, none a control character",
         )
     return str.__str__(value)
 
@@ -187,15 +187,15 @@ def check_token_ids(field: str, value: object, *, min_length: int, max_length: i
         return ids
     array = _make_array(field, value, max_length, allowed)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequest(field=field, problem=f"is {describe(array)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(array)}", allowed)
     if not min_length <= len(array) <= max_length:
-        raise InvalidRequest(field=field, problem=f"has {len(array)} entries", allowed=allowed)
+        raise InvalidRequest(field, f"has {len(array)} entries", allowed)
     if _is_packed(array):
         return array
     # Not `array.min()`, which takes three times as long for a short prompt.
     if len(array) and (np.minimum.reduce(array) < 0 or np.maximum.reduce(array) > limits.MAX_TOKEN_ID):
         at = int(np.flatnonzero((array < 0) | (array > limits.MAX_TOKEN_ID))[0])
-        raise InvalidRequest(field=f"{field}[{at}]", problem=f"is {int(array[at])}", allowed=allowed)
+        raise InvalidRequest(f"{field}[{at}]", f"is {int(array[at])}", allowed)
     copied = array.astype(_I4, copy=True)
     copied.flags.writeable = False
     return copied
@@ -215,17 +215,15 @@ def _is_packed(array: npt.NDArray[Any]) -> bool:
 def _make_array(field: str, value: object, max_length: int, allowed: str) -> npt.NDArray[Any]:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
         if len(value) > max_length:
-            raise InvalidRequest(field=field, problem=f"has {len(value)} entries", allowed=allowed)
+            raise InvalidRequest(field, f"has {len(value)} entries", allowed)
         return _make_int64(field, value)
     if not hasattr(value, "__array__"):
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(value)}", allowed)
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as exc:
         # Tensors on another device raise these errors.
-        raise InvalidRequest(
-            field=field, problem=f"is {describe(value)} and cannot become an array", allowed=allowed
-        ) from exc
+        raise InvalidRequest(field, f"is {describe(value)} and cannot become an array", allowed) from exc
 
 
 def _pack_ids(value: Sequence[object]) -> npt.NDArray[np.int32] | None:
@@ -262,14 +260,12 @@ def check_json(field: str, value: object, depth: int = limits.MAX_EXTRA_DEPTH) -
         return check_int(field, value, -(2**63), 2**64 - 1)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise InvalidRequest(field=field, problem=f"is {value}", allowed="a finite number")
+            raise InvalidRequest(field, f"is {value}", "a finite number")
         return float(value)
     if not isinstance(value, (list, tuple, Mapping)):
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed="a value of JSON's types")
+        raise InvalidRequest(field, f"is {describe(value)}", "a value of JSON's types")
     if depth == 0:
-        raise InvalidRequest(
-            field=field, problem="is nested too deeply", allowed=f"values nested {limits.MAX_EXTRA_DEPTH} deep at most"
-        )
+        raise InvalidRequest(field, "is nested too deeply", f"values nested {limits.MAX_EXTRA_DEPTH} deep at most")
     if isinstance(value, Mapping):
         return {
             check_name(f"{field} (a name)", name): check_json(f"{field}.{name}", item, depth - 1)
@@ -295,9 +291,9 @@ def check_tracestate(field: str, value: object) -> str:
     """
     text = check_matches(field, value, re.compile(r"[\x20-\x7e]+"), _ALLOWED)
     if len(text) > MAX_TRACESTATE_CHARS:
-        raise InvalidRequest(field=field, problem=f"has {len(text)} characters", allowed=_ALLOWED)
+        raise InvalidRequest(field, f"has {len(text)} characters", _ALLOWED)
     if _split_members(text) is None:
-        raise InvalidRequest(field=field, problem="is malformed", allowed=_ALLOWED)
+        raise InvalidRequest(field, "is malformed", _ALLOWED)
     return text
 
 
@@ -323,10 +319,10 @@ def _split_members(text: str) -> list[str] | None:
 def unique_names(field: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return each name once. Reject a plain string, whose letters would become names."""
     if isinstance(names, str | bytes | Mapping) or not isinstance(names, Iterable):
-        raise InvalidRequest(field=field, problem=f"is {describe(names)}", allowed="a list of ids")
+        raise InvalidRequest(field, f"is {describe(names)}", "a list of ids")
     found: dict[str, None] = {}
     for name in names:
         if not isinstance(name, str):
-            raise InvalidRequest(field=field, problem=f"has {describe(name)}", allowed="a list of ids")
+            raise InvalidRequest(field, f"has {describe(name)}", "a list of ids")
         found[name] = None
     return tuple(found)

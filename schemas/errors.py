@@ -319,7 +319,7 @@ def request_error(
 ) -> RequestError:
     """Return the exception for `code`, which the caller of a request receives for the error of a terminal chunk."""
     if code is ErrorCode.INVALID_REQUEST and field:
-        return InvalidRequest(field=field, problem=problem, allowed=allowed, request_id=request_id)
+        return InvalidRequest(field, problem, allowed, request_id=request_id)
     if code is ErrorCode.NO_WORKERS:
         return NoWorkers(message=message, request_id=request_id)
     if code is ErrorCode.TIMEOUT:

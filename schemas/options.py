@@ -106,12 +106,12 @@ def check_start(args: argparse.Namespace) -> None:
         is_folder = args.model is not None and not is_hub_id(args.model)
         if is_folder and not any((Path(args.model) / name).is_file() for name in CONFIGS):
             allowed = "a folder of save_pretrained()"
-            raise InvalidRequest(field=f"--model {args.model}", problem="has no config.json", allowed=allowed)
+            raise InvalidRequest(f"--model {args.model}", "has no config.json", allowed)
         given = json.loads(args.engine_args or "{}")
         for name in GPU_ONLY:
             if given.get(name) and computes_on_cpu():
                 problem = f"has {name}, which needs a GPU, and {ON_CPU}"
-                raise InvalidRequest(field="--engine-args", problem=problem, allowed="arguments without it")
+                raise InvalidRequest("--engine-args", problem, "arguments without it")
     if args.cache_dir is not None:
         check_writable("--cache-dir", Path(args.cache_dir))
 
@@ -127,7 +127,7 @@ def is_hub_id(model: str) -> bool:
     if HUB_ID.fullmatch(model):
         return True
     allowed = "a folder, or a Hugging Face model id such as Qwen/Qwen3-0.6B"
-    raise InvalidRequest(field=f"--model {model}", problem="is not a folder", allowed=allowed)
+    raise InvalidRequest(f"--model {model}", "is not a folder", allowed)
 
 
 def computes_on_cpu() -> bool:
@@ -339,4 +339,4 @@ def check_writable(name: str, folder: Path, mode: int = 0o777) -> None:
             pass
     except OSError as exc:
         problem, allowed = f"cannot be written: {exc.strerror}", "a directory in which this user may create files"
-        raise InvalidRequest(field=f"{name} {folder}", problem=problem, allowed=allowed) from exc
+        raise InvalidRequest(f"{name} {folder}", problem, allowed) from exc

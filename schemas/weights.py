@@ -144,7 +144,7 @@ def pop_source(path: str | os.PathLike[str] | None, fields: dict[str, Any]) -> t
     upload = check_bool("upload", fields.pop("upload", False))
     source = source_of(path, objects)
     if upload and source.path is None:
-        raise InvalidRequest(field="upload", problem="is set without a path", allowed="a path, or upload=False")
+        raise InvalidRequest("upload", "is set without a path", "a path, or upload=False")
     return source, upload
 
 
@@ -158,5 +158,5 @@ def source_of(path: object, objects: str | None) -> WeightSource:
         return WeightSource(objects=objects)
     folder: object = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(folder, str) or not folder:
-        raise InvalidRequest(field="path", problem=f"is {describe(path)}", allowed="the path of a folder")
+        raise InvalidRequest("path", f"is {describe(path)}", "the path of a folder")
     return WeightSource(path=folder, objects=objects)

@@ -91,7 +91,7 @@ def _parse_engine_args(args: argparse.Namespace) -> dict[str, Any]:
     if args.kv_transfer_config is None:
         return given
     if KV_ARG in given:
-        raise InvalidRequest(field=KV_ARG, problem="is given twice", allowed="--kv-transfer-config or --engine-args")
+        raise InvalidRequest(KV_ARG, "is given twice", "--kv-transfer-config or --engine-args")
     return {**given, KV_ARG: json.loads(args.kv_transfer_config)}
 
 

@@ -55,7 +55,7 @@ def listen_locally(path: Path) -> Iterator[socket.socket]:
 def _check_directory(path: Path) -> None:
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         allowed = f"at most {MAX_PATH_BYTES} bytes"
-        raise InvalidRequest(field=f"--socket {path}", problem="is too long", allowed=allowed)
+        raise InvalidRequest(f"--socket {path}", "is too long", allowed)
     folder, problem = path.parent, ""
     with suppress(FileExistsError):
         folder.mkdir(0o700)
@@ -67,14 +67,14 @@ def _check_directory(path: Path) -> None:
     elif found.st_mode & 0o022:
         problem = f"may be written by other users: its mode is {stat.S_IMODE(found.st_mode):04o}"
     if problem:
-        raise InvalidRequest(field=f"--socket: {folder}", problem=problem, allowed=DIRECTORY)
+        raise InvalidRequest(f"--socket: {folder}", problem, DIRECTORY)
 
 
 def _bind(path: Path) -> socket.socket:
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             allowed = "a new file, or the socket of a worker that ended"
-            raise InvalidRequest(field=f"--socket {path}", problem="is a file but not a socket", allowed=allowed)
+            raise InvalidRequest(f"--socket {path}", "is a file but not a socket", allowed)
         if _is_live(path):
             raise RollbusError(_in_use(path))
         path.unlink()

@@ -47,7 +47,7 @@ def listen(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
-        raise InvalidRequest(field="--probe", problem=f"is {address!r}", allowed="HOST:PORT, such as 127.0.0.1:8081")
+        raise InvalidRequest("--probe", f"is {address!r}", "HOST:PORT, such as 127.0.0.1:8081")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, int(port)), family=family, backlog=MAX_CONNECTIONS)

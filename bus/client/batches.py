@@ -246,7 +246,7 @@ def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
     """
     if not isinstance(drawn, GenerateRequest) and not hasattr(drawn, "__len__"):
         allowed = "requests, or the token ids of each prompt"
-        raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed=allowed)
+        raise InvalidRequest("requests", f"has {describe(drawn)}", allowed)
     return as_request(drawn, fields)
 
 

@@ -287,7 +287,7 @@ class Client:
         if max_lag is not None:
             max_lag = check_int("max_lag", max_lag, 0, MAX_WEIGHT_VERSION)
         if inexact not in get_args(InexactGroups):
-            raise InvalidRequest(field="inexact", problem=f"is {inexact!r}", allowed="refuse, continue or drop")
+            raise InvalidRequest("inexact", f"is {inexact!r}", "refuse, continue or drop")
         form = PromptForm(n, SamplingParams() if sampling is None else sampling, inexact)
         planner = GroupPlanner(need=need, limit=limit, max_lag=max_lag)
         return GroupSampler(self._runtime, prompts, form, planner, record)
@@ -330,10 +330,10 @@ class Client:
             BusClosed: the client is not connected.
         """
         if isinstance(request_ids, str):
-            raise InvalidRequest(field="request_ids", problem="is a string", allowed="a list of request ids")
+            raise InvalidRequest("request_ids", "is a string", "a list of request ids")
         ids = list(request_ids)
         if not ids:
-            raise InvalidRequest(field="request_ids", problem="is empty", allowed="at least one request id")
+            raise InvalidRequest("request_ids", "is empty", "at least one request id")
         return await self._runtime.abort(ids)
 
 

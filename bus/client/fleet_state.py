@@ -321,7 +321,7 @@ async def read_experts(
     command = check_command(command)
     roster = await controller.roster(command)
     if len(roster) > 1:
-        raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(roster)}")
+        raise InvalidRequest("model", "is missing", f"one of {', '.join(roster)}")
     [(model, live)] = roster.items()
     asked, left_out = choose_workers(live, workers)
     loads: dict[str, ExpertLoad] = {}

@@ -221,7 +221,7 @@ def _join_rows(first: Generation, rest: Generation) -> Rows | None:
 
 
 def _unfit(problem: str, allowed: str) -> InvalidRequest:
-    return InvalidRequest(field="rest", problem=problem, allowed=allowed)
+    return InvalidRequest("rest", problem, allowed)
 
 
 class ChildResult(NamedTuple):

@@ -52,7 +52,7 @@ class Source(Generic[T]):
 
     def __init__(self, name: str, items: Any, convert: Callable[[Any], T], wake: Callable[[], None]) -> None:
         if not isinstance(items, Iterable | AsyncIterable):
-            raise InvalidRequest(field=name, problem=f"is {describe(items)}", allowed=f"an iterable of {name}")
+            raise InvalidRequest(name, f"is {describe(items)}", f"an iterable of {name}")
         self._items = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
         self._convert = convert
         self._wake = wake
@@ -138,7 +138,7 @@ class PromptForm:
         if not isinstance(prompt, GenerateRequest):
             prompt = GenerateRequest(prompt_token_ids=prompt, sampling=self.sampling)
         if prompt.sampling.n not in (1, self.n):
-            raise InvalidRequest(field="sampling.n", problem=f"is {prompt.sampling.n}", allowed=f"1, or n={self.n}")
+            raise InvalidRequest("sampling.n", f"is {prompt.sampling.n}", f"1, or n={self.n}")
         if self.inexact == "refuse":
             check_continuable(prompt.sampling)
         group_id = prompt.group_id or make_id()

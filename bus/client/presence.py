@@ -440,14 +440,12 @@ class ModelNames:
         workers = [worker.worker for worker in await self._watcher.ping_workers() if worker.model == model]
         if workers:
             allowed = "a model without workers"
-            raise InvalidRequest(
-                field="model", problem=f"{model!r} has workers: {list_names(workers)}", allowed=allowed
-            )
+            raise InvalidRequest("model", f"{model!r} has workers: {list_names(workers)}", allowed)
         depths = await queue_depths(self._nats, self._subjects, (model,))
         held = sum(depth.waiting + depth.in_hand for depth in depths)
         if held:
             problem = f"{model!r} has {held} requests in its queue"
-            raise InvalidRequest(field="model", problem=problem, allowed="a model with an empty queue")
+            raise InvalidRequest("model", problem, "a model with an empty queue")
         was_known = bool(depths) or model in await self._recorded_models.get(self._store.models)
         # The state is deleted last. Until then the model is known, and the command can be repeated.
         await delete_queue(self._nats, self._subjects, model)

@@ -57,7 +57,7 @@ class RunRecord:
         self._parts = {kind: _parts_of(self.folder, kind) for kind in KINDS}
         if not any(self._parts.values()) and not any(self.folder.glob("writer-*.json")):
             problem = f"is {os.fspath(folder)!r}, which has no record of a run"
-            raise InvalidRequest(field="folder", problem=problem, allowed="a folder that `Client.record` wrote")
+            raise InvalidRequest("folder", problem, "a folder that `Client.record` wrote")
         self._check_files()
         self._samples = self._index("samples")
         self._experts = self._index("experts")

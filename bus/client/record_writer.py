@@ -127,7 +127,7 @@ def import_pyarrow() -> Any:
         import pyarrow
     except ImportError as exc:
         problem = f"needs {exc.name}, which is not installed"
-        raise InvalidRequest(field="record", problem=problem, allowed=pip_install("data")) from exc
+        raise InvalidRequest("record", problem, pip_install("data")) from exc
     return pyarrow
 
 
@@ -424,7 +424,7 @@ class RunRecorder:
         if os.getpid() != self._pid:
             raise BusClosed(FORKED)
         if generation.key is None:
-            raise InvalidRequest(field="generation", problem="was not sent", allowed="a result of a client")
+            raise InvalidRequest("generation", "was not sent", "a result of a client")
         values = {"reward": reward, "advantage": advantage}
         row = {name: None if value is None else _number(name, value) for name, value in values.items()}
         named = {name: _number(name, value) for name, value in metrics.items()}
@@ -597,4 +597,4 @@ def _number(name: str, value: float) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise InvalidRequest(field=name, problem=f"is {describe(value)}", allowed="a number") from None
+        raise InvalidRequest(name, f"is {describe(value)}", "a number") from None

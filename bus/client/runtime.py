@@ -283,7 +283,7 @@ class Runtime:
         """Record the results from now on; see `Client.record`."""
         if self.recorder is not None and self.recorder.is_open:
             problem = f"is {os.fspath(folder)!r}, but this client records into {str(self.recorder.folder)!r}"
-            raise InvalidRequest(field="folder", problem=problem, allowed="one open record; close the first")
+            raise InvalidRequest("folder", problem, "one open record; close the first")
         self.recorder = RunRecorder(folder, experts=experts, max_buffered_bytes=max_buffered_bytes)
         return self.recorder
 

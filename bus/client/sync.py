@@ -168,9 +168,9 @@ def _check_iterable(name: str, items: Iterable[T]) -> Iterable[T]:
     """Return `items` if it is iterable without asyncio."""
     if isinstance(items, AsyncIterable):
         allowed = "an iterable; `rollbus.connect` takes async iterables"
-        raise InvalidRequest(field=name, problem="is an async iterable", allowed=allowed)
+        raise InvalidRequest(name, "is an async iterable", allowed)
     if not isinstance(items, Iterable):
-        raise InvalidRequest(field=name, problem=f"is {describe(items)}", allowed=f"an iterable of {name}")
+        raise InvalidRequest(name, f"is {describe(items)}", f"an iterable of {name}")
     return items
 
 

@@ -175,7 +175,7 @@ class AckCollector:
             InvalidRequest: another open command has this id.
         """
         if tracker.id in self._under_way:
-            raise InvalidRequest(field="id", problem=f"is {tracker.id}, the id of an open command", allowed="a new id")
+            raise InvalidRequest("id", f"is {tracker.id}, the id of an open command", "a new id")
         self._under_way[tracker.id] = _UnderWay(tracker)
         try:
             yield
@@ -532,15 +532,13 @@ def check_command(command: Kind) -> Kind:
         InvalidRequest: a field is wrong.
     """
     if not isinstance(command, Command):
-        raise InvalidRequest(
-            field="command", problem=f"is {describe(command)}", allowed="one of rollbus.schemas.control"
-        )
+        raise InvalidRequest("command", f"is {describe(command)}", "one of rollbus.schemas.control")
     try:
         return cast(Kind, decode_command(encode_json(command)))
     except InvalidRequest:
         raise
     except (TypeError, ValueError, RecursionError, RemoteProtocolError) as exc:
-        raise InvalidRequest(field=command.command, problem=f"cannot be sent: {exc}", allowed="values of JSON") from exc
+        raise InvalidRequest(command.command, f"cannot be sent: {exc}", "values of JSON") from exc
 
 
 def _decodable(command: AnyCommand, workers: Iterable[WorkerPresence]) -> AnyCommand:

@@ -75,7 +75,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | N
     fields = dict(options)
     on_ack = fields.pop("on_ack", None)
     if on_ack is not None and not callable(on_ack):
-        raise InvalidRequest(field="on_ack", problem=f"is {describe(on_ack)}", allowed="a function, or None")
+        raise InvalidRequest("on_ack", f"is {describe(on_ack)}", "a function, or None")
     if fields.get("workers") is not None:
         fields["workers"] = unique_names("workers", fields["workers"])
     return fields, on_ack

@@ -142,7 +142,7 @@ def _replicas() -> int | None:
     if not text:
         return None
     if not text.isdecimal() or not 0 < int(text[:9]) <= MAX_REPLICAS:
-        raise InvalidRequest(field=REPLICAS_VARIABLE, problem=f"is {text[:80]!r}", allowed=f"1 to {MAX_REPLICAS}")
+        raise InvalidRequest(REPLICAS_VARIABLE, f"is {text[:80]!r}", f"1 to {MAX_REPLICAS}")
     return int(text)
 
 

@@ -329,7 +329,5 @@ def _check_held(stream: str, state: dict[str, Any], bounds: dict[str, Any]) -> N
     for bound, now in held.items():
         if now > bounds.get(bound, now):
             raise InvalidRequest(
-                field=bound,
-                problem=f"is {bounds[bound]}, and {stream} holds {now}",
-                allowed=f"{now} or more, until workers have pulled some",
+                bound, f"is {bounds[bound]}, and {stream} holds {now}", f"{now} or more, until workers have pulled some"
             )

@@ -144,10 +144,10 @@ def check_tracing(tracing: Tracing, field: str = "tracing") -> Tracing:
         from . import otel
     except ImportError as exc:
         problem = f"needs {exc.name}, which is not installed"
-        raise InvalidRequest(field=field, problem=problem, allowed=f"False, or {pip_install('otel')}") from exc
+        raise InvalidRequest(field, problem, f"False, or {pip_install('otel')}") from exc
     if tracing is not True and not otel.is_provider(tracing):
         allowed = "True, False or a TracerProvider of opentelemetry.sdk.trace"
-        raise InvalidRequest(field=field, problem=f"is {describe(tracing)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(tracing)}", allowed)
     return tracing
 
 
@@ -169,4 +169,4 @@ def make_tracer(tracing: Tracing, *, service_name: str, field: str = "tracing") 
     try:
         return otel.exporting_tracer(service_name)
     except ValueError as exc:
-        raise InvalidRequest(field=field, problem=f"cannot be set up: {exc}", allowed="valid OTEL_* variables") from exc
+        raise InvalidRequest(field, f"cannot be set up: {exc}", "valid OTEL_* variables") from exc

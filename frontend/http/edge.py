@@ -59,9 +59,7 @@ def given_request_id(headers: Mapping[str, str]) -> str | None:
         return None
     if not given.isascii():
         # Clients encode other characters in different ways. In the body they are unambiguous.
-        raise InvalidRequest(
-            field=REQUEST_ID_HEADER, problem=f"is {describe(given)}", allowed="printable ASCII; other ids in the body"
-        )
+        raise InvalidRequest(REQUEST_ID_HEADER, f"is {describe(given)}", "printable ASCII; other ids in the body")
     return check_given_id(REQUEST_ID_HEADER, given)
 
 

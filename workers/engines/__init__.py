@@ -37,5 +37,5 @@ def make_engine(name: str, model: str, engine_args: Mapping[str, Any], role: Rol
         InvalidRequest: no engine has this name, an argument is unknown, or an argument contradicts the role.
     """
     if name not in ENGINES:
-        raise InvalidRequest(field="engine", problem=f"is {name!r}", allowed=", ".join(ENGINES))
+        raise InvalidRequest("engine", f"is {name!r}", ", ".join(ENGINES))
     return ENGINES[name](model, engine_args, role)

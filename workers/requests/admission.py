@@ -121,9 +121,9 @@ def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int |
         return
     if submitted_target is None:
         raise InvalidRequest(
-            field="max_weight_lag",
-            problem=f"is {request.max_weight_lag} in a message without target_version, from which the lag counts",
-            allowed="only in a message with target_version",
+            "max_weight_lag",
+            f"is {request.max_weight_lag} in a message without target_version, from which the lag counts",
+            "only in a message with target_version",
         )
     # Clients know the loaded version of an adapter, and not the desired one.
     is_adapter = request.lora == versions.model
@@ -192,9 +192,9 @@ def check_phase(request: GenerateRequest, kv: KvTransfer | None, capabilities: C
         )
     if is_prefill and request.sampling.max_tokens != 1:
         raise InvalidRequest(
-            field="sampling.max_tokens",
-            problem=f"is {request.sampling.max_tokens}",
-            allowed="1 in a prefill phase",
+            "sampling.max_tokens",
+            f"is {request.sampling.max_tokens}",
+            "1 in a prefill phase",
             request_id=request.request_id,
         )
 

@@ -86,14 +86,10 @@ class IncomingRequest(msgspec.Struct, frozen=True):
         if self.message is None:
             return
         if len(self.samples) > 1:
-            raise InvalidRequest(
-                field="siblings", problem=f"has {len(self.samples) - 1} entries", allowed="none in the queue"
-            )
+            raise InvalidRequest("siblings", f"has {len(self.samples) - 1} entries", "none in the queue")
         kv = self.envelope.kv
         if self.message.lane == "resume" and self.envelope.attempt == 0 and (kv is None or kv.is_prefill):
-            raise InvalidRequest(
-                field="attempt", problem="is 0 in the lane resume", allowed="at least 1 there, or a decode phase"
-            )
+            raise InvalidRequest("attempt", "is 0 in the lane resume", "at least 1 there, or a decode phase")
 
     def is_poison(self, request: GenerateRequest | RequestError) -> bool:
         """Return True if the queue delivered the message too often.

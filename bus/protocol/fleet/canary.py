@@ -65,16 +65,14 @@ def check_expected(canary: Canary, capabilities: Capabilities) -> None:
     num_tokens = request.sampling.max_tokens
     if not len(canary.token_ids) == len(canary.logprobs) == num_tokens:
         raise InvalidRequest(
-            field="expected_canary",
-            problem=f"has {len(canary.token_ids)} tokens and {len(canary.logprobs)} logprobs",
-            allowed=f"{num_tokens} of each, as rollbus.canary_request has it",
+            "expected_canary",
+            f"has {len(canary.token_ids)} tokens and {len(canary.logprobs)} logprobs",
+            f"{num_tokens} of each, as rollbus.canary_request has it",
         )
     try:
         rows = canary_rows(canary)
     except RemoteProtocolError as exc:
-        raise InvalidRequest(
-            field="expected_canary", problem=f"is wrong: {exc}", allowed="the canary of an ack"
-        ) from None
+        raise InvalidRequest("expected_canary", f"is wrong: {exc}", "the canary of an ack") from None
     if rows is None:
         return
     routing = capabilities.routed_experts
@@ -82,9 +80,9 @@ def check_expected(canary: Canary, capabilities: Capabilities) -> None:
     expected = None if routing is None else (num_rows, routing.num_layers, routing.top_k)
     if rows.shape != expected:
         raise InvalidRequest(
-            field="expected_canary",
-            problem=f"has routed experts of shape {list(rows.shape)}",
-            allowed="none" if expected is None else f"{list(expected)}, or none",
+            "expected_canary",
+            f"has routed experts of shape {list(rows.shape)}",
+            "none" if expected is None else f"{list(expected)}, or none",
         )
 
 

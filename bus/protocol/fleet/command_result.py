@@ -342,7 +342,7 @@ def workers_that_must_ack(
     known = [worker for worker in workers if command.model in (None, worker.model)]
     if workers and not known:
         models = ", ".join(sorted({worker.model for worker in workers}))
-        raise InvalidRequest(field="model", problem=f"is {command.model!r}", allowed=f"one of {models}")
+        raise InvalidRequest("model", f"is {command.model!r}", f"one of {models}")
     able = [worker for worker in known if worker.state not in _SILENT and executes(worker, command)]
     others = ", ".join(
         f"{worker.worker} is {worker.state if executes(worker, command) else 'lent'}"
@@ -362,9 +362,9 @@ def workers_that_must_ack(
             of_model = "" if command.model is None else f" of {command.model}"
             live = sorted(f"{worker.worker} ({worker.model})" for worker in answering)
             raise InvalidRequest(
-                field="workers",
-                problem=f"names no live worker{of_model}: {', '.join(states.get(name, name) for name in absent)}",
-                allowed=list_names(live),
+                "workers",
+                f"names no live worker{of_model}: {', '.join(states.get(name, name) for name in absent)}",
+                list_names(live),
             )
     by_model: dict[str, list[WorkerPresence]] = {}
     for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):
@@ -372,7 +372,7 @@ def workers_that_must_ack(
     roster = {model: tuple(present) for model, present in by_model.items()}
     named = sorted(roster.keys() | set(known_models))
     if len(named) > 1 and command.is_of_one_model:
-        raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {list_names(named)}")
+        raise InvalidRequest("model", "is missing", f"one of {list_names(named)}")
     _check_label(known, command, roster)
     return roster
 
@@ -384,7 +384,7 @@ def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand, models:
     older = [worker for model in models for worker in without("version_labels", workers, model)]
     if older:
         raise InvalidRequest(
-            field="label",
-            problem=f"is {command.label!r}, which workers of an earlier release cannot decode",
-            allowed=f"a number as the version, without a label, until {', '.join(older)} are upgraded",
+            "label",
+            f"is {command.label!r}, which workers of an earlier release cannot decode",
+            f"a number as the version, without a label, until {', '.join(older)} are upgraded",
         )

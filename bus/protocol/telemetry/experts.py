@@ -309,9 +309,7 @@ def choose_workers(
     if named is not None:
         meant = {name: meant[name] for name in named if name in meant}
         if len(meant) > MAX_ASKED:
-            raise InvalidRequest(
-                field="workers", problem=f"names {len(meant)}", allowed=f"up to {MAX_ASKED}, or None for a sample"
-            )
+            raise InvalidRequest("workers", f"names {len(meant)}", f"up to {MAX_ASKED}, or None for a sample")
     unable = {name: why for name, worker in meant.items() if (why := _why_unable(worker)) is not None}
     able = sorted(meant.keys() - unable.keys(), key=lambda name: (zlib.crc32(name.encode()), name))
     return tuple(sorted(able[:MAX_ASKED])), unable

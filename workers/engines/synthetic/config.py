@@ -130,9 +130,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         try:
             return msgspec.convert(dict(args), cls)
         except msgspec.ValidationError as exc:
-            raise InvalidRequest(
-                field="engine_args", problem=f"{exc}", allowed=", ".join(cls.__struct_fields__)
-            ) from None
+            raise InvalidRequest("engine_args", f"{exc}", ", ".join(cls.__struct_fields__)) from None
 
     @property
     def capabilities(self) -> Capabilities:

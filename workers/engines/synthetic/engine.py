@@ -112,9 +112,7 @@ class SyntheticEngine:
         """Return a running request whose cache salt names the current weights and adapter."""
         adapter = None if request.lora is None else self._loras.get(request.lora)
         if request.lora is not None and adapter is None:
-            raise InvalidRequest(
-                field="lora", problem=f"{request.lora!r} is not loaded", allowed=", ".join(self._loras) or "none"
-            )
+            raise InvalidRequest("lora", f"{request.lora!r} is not loaded", ", ".join(self._loras) or "none")
         self._model.check(request)
         salt = f"{self._num_loads}.{0 if adapter is None else adapter.salt}.{request.cache_salt or ''}"
         return Running(key, request, salt, keeps_kv=keeps_kv)

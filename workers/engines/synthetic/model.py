@@ -335,9 +335,7 @@ class SyntheticModel:
         for name, value in {"temperature": sampling.temperature, "top_k": sampling.top_k}.items():
             if self.config.sampling_mask and value <= 0:
                 raise InvalidRequest(
-                    field=f"sampling.{name}",
-                    problem=f"is {value:g}",
-                    allowed="above 0, because the engine returns sampling masks",
+                    f"sampling.{name}", f"is {value:g}", "above 0, because the engine returns sampling masks"
                 )
 
     def advance(self, running: Running, weights: SyntheticWeights) -> bool:

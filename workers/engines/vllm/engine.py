@@ -150,7 +150,7 @@ class VllmEngine:
         feed = self._running_feed()
         refusal = self._running().refusals.prompt_logprobs
         if refusal is not None and request.sampling.prompt_logprobs is not None:
-            raise InvalidRequest(field="sampling.prompt_logprobs", problem=refusal, allowed="null")
+            raise InvalidRequest("sampling.prompt_logprobs", refusal, "null")
         transfer = decode_params(kv, request, self._launch.llm.vllm_config.kv_transfer_config)
         engine_id = self._requests.add(key, request, None if transfer is None else kv)
         await self._submit(feed, engine_id, request, transfer)

@@ -60,9 +60,7 @@ class LoadSerials:
         adapter = self.adapters.get(request.lora)
         if adapter is None:
             allowed = ", ".join(self.adapters) or "none, because no adapter is loaded"
-            raise InvalidRequest(
-                field="lora", problem=f"{request.lora!r} is not loaded on this worker", allowed=allowed
-            )
+            raise InvalidRequest("lora", f"{request.lora!r} is not loaded on this worker", allowed)
         return adapter
 
     def salt_of(self, request: GenerateRequest, *, takes_kv: bool = False) -> str:

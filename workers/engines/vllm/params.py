@@ -126,7 +126,7 @@ def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
         field = f"sampling.{parameter}"
     # str() of vLLM's error includes the value, which may be a long list of token ids. Its first argument does not.
     problem = str(exc.args[0]) if exc.args else type(exc).__name__
-    return InvalidRequest(field=field, problem=f"was rejected by vLLM: {problem}", allowed=allowed)
+    return InvalidRequest(field, f"was rejected by vLLM: {problem}", allowed)
 
 
 def no_token_left(sampling: SamplingParams) -> InvalidRequest | None:
@@ -139,16 +139,14 @@ def no_token_left(sampling: SamplingParams) -> InvalidRequest | None:
         return None
     problem = "allows no token that bad words and min_tokens leave"
     allowed = "a list with at least one such token at each position"
-    return InvalidRequest(field="sampling.allowed_token_ids", problem=problem, allowed=allowed)
+    return InvalidRequest("sampling.allowed_token_ids", problem, allowed)
 
 
 def _check_extra_args(extra_args: dict[str, Any] | None) -> None:
     for name in (EXTRA_ARG, "ec_transfer_params"):
         if name in (extra_args or {}):
             # These parameters name the KV of other requests, and machines to which the engine connects.
-            raise InvalidRequest(
-                field=f"sampling.extra.extra_args.{name}", problem="is reserved for rollbus", allowed="other names"
-            )
+            raise InvalidRequest(f"sampling.extra.extra_args.{name}", "is reserved for rollbus", "other names")
 
 
 def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
@@ -156,9 +154,7 @@ def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
     sampling = request.sampling
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise InvalidRequest(
-            field="sampling.temperature",
-            problem=f"is {sampling.temperature:g}",
-            allowed=f"0 (greedy), or {MIN_TEMPERATURE:g} to 2 with vLLM",
+            "sampling.temperature", f"is {sampling.temperature:g}", f"0 (greedy), or {MIN_TEMPERATURE:g} to 2 with vLLM"
         )
     room = max_model_len - request.prompt_len
     for name, allowed in (
@@ -168,9 +164,9 @@ def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
         value = getattr(sampling, name)
         if value is not None and value > room:
             raise InvalidRequest(
-                field=f"sampling.{name}",
-                problem=f"is {value} after a prompt of {request.prompt_len} tokens",
-                allowed=f"{allowed}, because the model has {max_model_len} positions",
+                f"sampling.{name}",
+                f"is {value} after a prompt of {request.prompt_len} tokens",
+                f"{allowed}, because the model has {max_model_len} positions",
             )
 
 
@@ -180,9 +176,7 @@ def _convert(params_class: type, name: str, value: object) -> Any:
     try:
         return msgspec.convert(value, types[name])
     except (msgspec.ValidationError, _validation_error(), ValueError, TypeError) as exc:
-        raise InvalidRequest(
-            field=f"sampling.extra.{name}", problem=f"cannot be used: {exc}", allowed="the type of vLLM's field"
-        ) from exc
+        raise InvalidRequest(f"sampling.extra.{name}", f"cannot be used: {exc}", "the type of vLLM's field") from exc
 
 
 def _validation_error() -> type[Exception]:

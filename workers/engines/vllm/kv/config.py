@@ -76,48 +76,44 @@ def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, A
         InvalidRequest: the role needs a connector and has none, or the connector contradicts the role or is invalid.
     """
     if role not in KV_ROLES:
-        raise InvalidRequest(field="role", problem=f"is {role!r}", allowed=", ".join(KV_ROLES))
+        raise InvalidRequest("role", f"is {role!r}", ", ".join(KV_ROLES))
     if given is None:
         if role != "both":
             raise InvalidRequest(
-                field=FIELD,
-                problem=f"is missing for the role {role}",
-                allowed="vLLM's KVTransferConfig as JSON, such as "
+                FIELD,
+                f"is missing for the role {role}",
+                "vLLM's KVTransferConfig as JSON, such as "
                 f'{{"kv_connector": "{EXAMPLE}", "kv_connector_extra_config": {{"{STORAGE}": "/dev/shm/kv"}}}}',
             )
         return None
     config = dict(given)
     name = config.get("kv_connector")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(field=f"{FIELD}.kv_connector", problem=f"is {name!r}", allowed="the name of a connector")
+        raise InvalidRequest(f"{FIELD}.kv_connector", f"is {name!r}", "the name of a connector")
     if config.get("kv_role") is None:
         config["kv_role"] = KV_ROLES[role][0]
     if config["kv_role"] not in KV_ROLES[role]:
         raise InvalidRequest(
-            field=f"{FIELD}.kv_role",
-            problem=f"is {config['kv_role']!r} for the role {role}",
-            allowed=" or ".join(KV_ROLES[role]),
+            f"{FIELD}.kv_role", f"is {config['kv_role']!r} for the role {role}", " or ".join(KV_ROLES[role])
         )
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
-        raise InvalidRequest(
-            field=f"{FIELD}.kv_connector_extra_config", problem="is not a map", allowed="a JSON object"
-        )
+        raise InvalidRequest(f"{FIELD}.kv_connector_extra_config", "is not a map", "a JSON object")
     if name == EXAMPLE and not config.get("kv_connector_module_path"):
         folder = extra.get(STORAGE)
         if not isinstance(folder, str) or not Path(folder).is_absolute() or len(folder) > MAX_FOLDER_CHARS:
             raise InvalidRequest(
-                field=f"{FIELD}.kv_connector_extra_config.{STORAGE}",
-                problem=f"is {folder!r}",
-                allowed="the absolute path of a folder that prefill and decode workers share, of at most "
+                f"{FIELD}.kv_connector_extra_config.{STORAGE}",
+                f"is {folder!r}",
+                "the absolute path of a folder that prefill and decode workers share, of at most "
                 f"{MAX_FOLDER_CHARS} characters",
             )
         ttl_s = extra.get(TTL, ABANDONED_AFTER_S)
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 1 <= ttl_s <= MAX_TTL_S:
             raise InvalidRequest(
-                field=f"{FIELD}.kv_connector_extra_config.{TTL}",
-                problem=f"is {ttl_s!r}",
-                allowed=f"1 to {MAX_TTL_S} seconds; default: {ABANDONED_AFTER_S}",
+                f"{FIELD}.kv_connector_extra_config.{TTL}",
+                f"is {ttl_s!r}",
+                f"1 to {MAX_TTL_S} seconds; default: {ABANDONED_AFTER_S}",
             )
         config |= {
             "kv_connector": SHARED_FOLDER,
@@ -196,14 +192,14 @@ def decode_params(kv: KvTransfer | None, request: GenerateRequest, config: Any) 
         return None
     if request.routed_experts_prompt_start < request.prompt_len - 1 and request.return_routed_experts is not False:
         raise InvalidRequest(
-            field="routed_experts_prompt_start",
-            problem=f"is {request.routed_experts_prompt_start} in a request whose KV another worker computed",
-            allowed=f"{request.prompt_len - 1} or more: only the worker that computed the KV has the earlier rows",
+            "routed_experts_prompt_start",
+            f"is {request.routed_experts_prompt_start} in a request whose KV another worker computed",
+            f"{request.prompt_len - 1} or more: only the worker that computed the KV has the earlier rows",
         )
     try:
         return msgspec.msgpack.decode(kv.params, type=dict[str, Any])
     except MALFORMED as exc:
-        raise InvalidRequest(field="kv.params", problem=f"cannot be decoded: {exc}", allowed="a msgpack map") from exc
+        raise InvalidRequest("kv.params", f"cannot be decoded: {exc}", "a msgpack map") from exc
 
 
 def encode_params(params: Mapping[str, Any] | None) -> bytes | None:
