@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 from urllib.parse import parse_qs
 
@@ -90,9 +89,7 @@ class ProbeServer:
         self._server = await start(self._handle, sock=self._socket, limit=MAX_HEAD_BYTES)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Stop listening, and close open connections."""
         self._server.close()
         for task in self._tasks:

@@ -5,7 +5,6 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self, get_args
 
 from ...schemas.checks import check_bool, check_float, check_int
@@ -109,9 +108,7 @@ class Client:
         self._connected, self._fleet = runtime, Fleet(runtime)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Abort all open requests and close the connection."""
         runtime = self._connected
         if runtime is None:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replace_result
-from types import TracebackType
 from typing import Any, Final, Generic, Literal, Self, TypeVar
 
 import numpy as np
@@ -305,9 +304,7 @@ class GroupSampler:
         self._is_entered = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Abort all requests in flight."""
         self._is_entered = False
         for call in self._group_of:

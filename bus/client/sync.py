@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, 
 from concurrent.futures import Future
 from functools import wraps
 from itertools import islice
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ...schemas.checks import describe
@@ -130,9 +129,7 @@ class BlockingGroups:
         self._has_left = False
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Abort all requests in flight. Calls of the client after this call run after the abort."""
         self._has_left = True
         for step in tuple(self._steps):
@@ -349,9 +346,7 @@ class BlockingClient:
         """Connect, as `open` does."""
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Close, as `close` does."""
         self.close()
 

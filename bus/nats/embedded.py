@@ -20,7 +20,6 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from ...schemas.errors import BusBroken, BusClosed
@@ -187,9 +186,7 @@ class EmbeddedServer:
                 shutil.rmtree(self._folder, ignore_errors=True)
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Stop the server and remove the temporary folder."""
         try:
             await self.stop()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console
@@ -219,9 +218,7 @@ class FleetDisplay(FleetObserver):
             self._live = Live(get_renderable=self._table, console=console, refresh_per_second=REFRESH_PER_S)
             self._live.start()
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, exc: BaseException | None, _trace: object) -> None:
         """Stop to update the lines. After an error, name the log file."""
         self.end_start()
         if isinstance(exc, Exception) and self._log is not None:
