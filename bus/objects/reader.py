@@ -365,12 +365,8 @@ class FolderReader:
         if info.size > max_bytes:
             raise bad_source(f"{shown(info)} has {info.size} bytes; allowed: at most {max_bytes}")
         expected = decode_digest(info)
-        content = bytearray()
         async with contextlib.aclosing(self._parts(info)) as batches:
-            async for parts in batches:
-                for part in parts:
-                    content += part
-        data = bytes(content)
+            data = b"".join([part async for parts in batches for part in parts])
         _check_digest(info, await self.run(hashlib.sha256, data), expected)
         return data
 

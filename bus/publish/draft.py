@@ -220,7 +220,8 @@ class Draft:
         if not self._drafted and self._num_ranks == 1:
             raise InvalidRequest("named_tensors", "has no tensors", "all tensors of the model")
         missing = next((name for name in self._kinds or () if name not in self._drafted), None)
-        if missing is not None and not self._is_partial:
+        # Other ranks may have it, if this rank has not published its own tensors before.
+        if missing is not None and (self._num_ranks == 1 or self._before):
             raise bad_tensor(missing, "is missing", "all tensors of the last published version or the checkpoint")
         if self._contents.delta and (delta := self._packer.flush()) is not None:
             yield delta
@@ -263,11 +264,6 @@ class Draft:
             if hashlib.sha256(before.content.data).hexdigest() != before.sha256:
                 return
         self._snapshot.tensors, self._snapshot.digest = self._before, self._digest
-
-    @property
-    def _is_partial(self) -> bool:
-        """True if other ranks have tensors too, and this rank has not published its own tensors before."""
-        return self._num_ranks > 1 and not self._before
 
     def _check(self, name: str, kind: TensorKind) -> None:
         if name in self._drafted:

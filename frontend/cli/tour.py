@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -97,12 +97,8 @@ class Tour:
     engine: Capabilities = field(init=False)
     """Engine of the only worker."""
 
-    @property
-    def _out(self) -> IO[str]:
-        return sys.stderr if self.as_json else sys.stdout
-
     def _write(self, text: str = "", *, end: str = "\n") -> None:
-        write(text, end=end, out=self._out)
+        write(text, end=end, out=sys.stderr if self.as_json else sys.stdout)
 
     def _begin(self, step: int) -> None:
         """Begin the line of a step. The next output is its title."""

@@ -25,10 +25,9 @@ from .console import note, print_json, size, waiting, write
 from .control import AckCounter, show_ledger
 from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
 from .options import check_known_model, refuse_options
-from .tables import print_table, print_text
+from .tables import NONE, print_table, print_text
 
 COLUMNS = ("version", "kind", "anchor", "delta", "recorded", "workers", "objects")
-NONE = "-"
 
 
 class ModelWeights(NamedTuple):

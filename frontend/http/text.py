@@ -191,15 +191,13 @@ class AnswerText:
         for kept, token_id in enumerate(token_ids, 1):
             self.tokens += 1
             if not (unread and kept == len(token_ids)):
-                texts.append(self._cut_at_stop(self._detokenizer.add([token_id])))
+                may_stop = self.tokens > self._min_tokens
+                texts.append(self._stops.add(self._detokenizer.add([token_id]), may_stop=may_stop))
             if self._stops.stop is not None:
                 return TextDelta("".join(texts), kept, self._stops.stop)
         if final:
             texts += [self._stops.add(self._detokenizer.flush(), may_stop=False), self._stops.flush()]
         return TextDelta("".join(texts), len(token_ids))
-
-    def _cut_at_stop(self, text: str) -> str:
-        return self._stops.add(text, may_stop=self.tokens > self._min_tokens)
 
 
 def text_of(

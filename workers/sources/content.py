@@ -295,7 +295,8 @@ class ContentHasher:
             for path, tensors in by_file.items()
             for name, tensor in tensors.items()
         ]
-        await run_quietly(jobs, num_threads=_num_threads(), is_urgent=is_urgent)
+        num_threads = max(2, min(MAX_THREADS, len(os.sched_getaffinity(0)) // CORES_FOR_ONE))
+        await run_quietly(jobs, num_threads=num_threads, is_urgent=is_urgent)
         after = await asyncio.to_thread(note_files, by_file)
         for path in by_file:
             if after[path].content != notes[path].content:
@@ -389,7 +390,3 @@ def _combine(content: FolderContent, found: Mapping[Path, Mapping[str, str]]) ->
         ((name, tensor.dtype, tensor.shape, digests[name]) for name, tensor in tensors.items() if name not in whole),
         {name: digests[name] for name in whole},
     )
-
-
-def _num_threads() -> int:
-    return max(2, min(MAX_THREADS, len(os.sched_getaffinity(0)) // CORES_FOR_ONE))

@@ -124,7 +124,8 @@ def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
 
 def _merge(found: Sequence[WorkerTimeline], limit: int, result: CommandResult) -> dict[str, Any]:
     refused = [*result.failed.items(), *result.unsupported.items(), *result.stale.items(), *result.late.items()]
-    silent = {worker: _describe_silence(ack) for worker, ack in refused} | result.missing
+    late = "it did not answer in time"
+    silent = {worker: ack.error.message if ack.error else late for worker, ack in refused} | result.missing
     return {
         "timelines": tuple(found[:limit]),
         "workers_asked": len(result.applied) + len(silent),
@@ -132,10 +133,6 @@ def _merge(found: Sequence[WorkerTimeline], limit: int, result: CommandResult) -
         "silent": dict(sorted(silent.items())),
         "left_out": sum(ack.timelines_left_out for ack in result.applied.values()) + len(found[limit:]),
     }
-
-
-def _describe_silence(ack: Ack) -> str:
-    return "it did not answer in time" if ack.error is None else ack.error.message
 
 
 def _read_timelines(ack: Ack) -> Iterable[WorkerTimeline]:

@@ -434,18 +434,13 @@ class SyntheticModel:
     def _prompt_logprobs(
         self, contexts: npt.NDArray[np.uint64], sampling: SamplingParams, weights: SyntheticWeights
     ) -> PromptLogprobs | None:
-        if sampling.prompt_logprobs is None:
+        width = sampling.prompt_logprobs
+        if width is None:
             return None
         choices = mix(contexts[:-1] + np.array(weights.tokens, np.uint64))
-        tops = [self.top_logprobs(int(choice), sampling.prompt_logprobs) for choice in choices]
-        width = sampling.prompt_logprobs
-        top = None
-        if width:
-            top = TopLogprobs(
-                width,
-                b"".join(t.token_ids_data for t in tops if t is not None),
-                b"".join(t.logprobs_data for t in tops if t is not None),
-            )
+        tops = [top for choice in choices if (top := self.top_logprobs(int(choice), width)) is not None]
+        ids, logprobs = b"".join(top.token_ids_data for top in tops), b"".join(top.logprobs_data for top in tops)
+        top = TopLogprobs(width, ids, logprobs) if width else None
         return PromptLogprobs(start=1, logprobs_data=self.logprobs(choices).tobytes(), top=top)
 
 
