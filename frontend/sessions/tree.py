@@ -4,8 +4,9 @@ A turn is one answer with the messages before it that no earlier turn has. Its p
 continues. Turns are only added, so a sample of a leaf never changes.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,8 @@ from ...schemas.rows import Float32s, Int32s
 from .messages import MessageKey, call_ids, changed_setting, frame_of, key_of
 
 History = Sequence[Mapping[str, Any]]
+KeyAt = Callable[[int], MessageKey]
+"""Returns the key of the message of a history at an index."""
 WHOLE: Final = "whole"
 """Join: the prompt is one rendering of all messages."""
 CHECKED: Final = "checked"
@@ -208,6 +211,8 @@ class SessionTree:
         Of several, the turn whose ids come back; then the last one that was served completely.
         """
         frame = frame_of(setting)
+        # Once for all branches, or a long message would hold the event loop for each of them.
+        key, ids = cache(lambda at: key_of(history[at])), cache(lambda at: call_ids(history[at]))
         order = {each: place for place, each in enumerate(self.turns)}
         best: dict[bool, tuple[Any, ...]] = dict.fromkeys((True, False), (0, 0, False, -1, None))
         waiting: list[tuple[str | None, int, int]] = [(None, 0, 0)]
@@ -218,22 +223,23 @@ class SessionTree:
                 child
                 for child in self._children.get(parent, ())
                 # The history must have a message after the answer, or it asks nothing new of this turn.
-                if index + child.num_messages <= len(history) and self._first_difference(child, history, index) is None
+                if index + child.num_messages <= len(history)
+                and self._first_difference(child, history, index, key) is None
             ]
             # Ids decide only between branches.
             is_split |= len(children) > 1
             for child in children:
                 end, is_own = index + child.num_messages, child.frame == frame
-                found = hits + (is_split and child.is_named(call_ids(history[end - 1])))
+                found = hits + (is_split and child.is_named(ids(end - 1)))
                 waiting.append((child.id, end, found))
                 best[is_own] = max(best[is_own], (end, found, child.is_complete, order[child.id], child))
-        own, other = (Match(turn, end, self._fork(turn, history, end)) for end, *_, turn in best.values())
+        own, other = (Match(turn, end, self._fork(turn, history, end, key)) for end, *_, turn in best.values())
         if other.parent is None or best[False][:2] <= best[True][:2]:
             return own
         fork = Fork(message=own.index, field=changed_setting(self.setting(other.parent), setting))
         return Match(own.parent, own.index, fork, None if fork.field == "model" else other)
 
-    def _first_difference(self, child: Turn, history: History, index: int) -> tuple[int, str] | None:
+    def _first_difference(self, child: Turn, history: History, index: int, key: KeyAt) -> tuple[int, str] | None:
         """Return place and field of the first message in which a history from `index` on differs from a turn.
 
         The field is empty if the history ends there.
@@ -245,16 +251,16 @@ class SessionTree:
             # Most messages are as they were, and need no key. Calls do: as values, 1 and 1.0 are equal.
             if served.role != "assistant" and history[at] == child.messages[place]:
                 continue
-            if (differing := key_of(history[at]).difference(served)) is not None:
+            if (differing := key(at).difference(served)) is not None:
                 return place, differing
         return None
 
-    def _fork(self, parent: Turn | None, history: History, index: int) -> Fork | None:
+    def _fork(self, parent: Turn | None, history: History, index: int, key: KeyAt) -> Fork | None:
         """Return where a history leaves all turns after `parent`; None: there is no turn after it."""
         found = [
             difference
             for child in self._children.get(None if parent is None else parent.id, ())
-            if (difference := self._first_difference(child, history, index)) is not None
+            if (difference := self._first_difference(child, history, index, key)) is not None
         ]
         if not found:
             return None

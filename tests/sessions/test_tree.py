@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbus.frontend.sessions import tree as module
 from rollbus.frontend.sessions.errors import SessionError
-from rollbus.frontend.sessions.messages import canonical_arguments, frame_of
+from rollbus.frontend.sessions.messages import MessageKey, canonical_arguments, frame_of, key_of
 from rollbus.frontend.sessions.samples import ids_bytes, join_rows, leaf_sample, rllm_traces
 from rollbus.frontend.sessions.tree import Fork, SessionTree, Turn
 
@@ -116,6 +117,21 @@ def test_an_edited_answer_forks(answer: dict[str, Any], field: str) -> None:
     match = small_tree().find([USER, answer, tool("5")], SETTING)
     assert (match.parent, match.index) == (None, 0)
     assert match.fork == Fork(message=1, field=field)
+
+
+def test_a_message_is_read_once_for_all_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or long arguments would hold the event loop once more for each branch."""
+    tree, read = SessionTree(), list[Any]()
+    for name in "abc":
+        add(tree, name, None, [USER], called(f'{{"a": "{name}"}}'))
+
+    def read_key(message: Any) -> MessageKey:
+        read.append(message)
+        return key_of(message)
+
+    monkeypatch.setattr(module, "key_of", read_key)
+    assert tree.find([USER, called(), tool("5")], SETTING).fork == Fork(message=1, field="tool_calls")
+    assert read == [called()]
 
 
 def test_forks_record_the_first_message_that_differs() -> None:
