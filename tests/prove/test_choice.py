@@ -103,3 +103,10 @@ def test_one_seed_for_all_is_named() -> None:
     assert outcome.verdict is Verdict.WRONG
     assert causes_of(outcome).startswith("sampling parameters: samples of one prompt begin with the same 32 tokens")
     assert " | " not in causes_of(outcome)
+
+
+def test_a_bias_that_leaves_one_token_is_no_seed() -> None:
+    """All samples are alike then, but greedy answers name the token."""
+    outcome = judge_agreement(draw(1, bias_by(100)), "float32")
+    assert f"a logit bias on token {TOKEN}" in causes_of(outcome)
+    assert "seed" not in causes_of(outcome)

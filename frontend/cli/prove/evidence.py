@@ -242,7 +242,7 @@ class _Collection:
 
 CHANGING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "allowed_token_ids", "bad_words_token_ids", "extra"),
+    *("logit_bias", "allowed_token_ids", "bad_words_token_ids", "min_tokens", "extra"),
 )
 """Sampling parameters that change the distribution from which tokens are sampled."""
 
@@ -262,7 +262,8 @@ def _sampled(arm: str, prompt: int, answer: Generation) -> Sampled:
         top_ids=none if answer.top_token_ids is None else answer.top_token_ids,
         top_logprobs=none.astype("f4") if answer.top_logprobs is None else answer.top_logprobs,
         cached=answer.cached_tokens or 0,
-        is_neutral=all(getattr(sampling, name) == getattr(SamplingParams(), name) for name in CHANGING),
+        # Answers with a common seed are not independent.
+        is_neutral=all(getattr(sampling, name) == getattr(SamplingParams(), name) for name in (*CHANGING, "seed")),
         versions=tuple(sorted(set(answer.weight_versions.tolist()))),
         rows=None if rows is None or answer.start else rows.astype("i4"),
     )

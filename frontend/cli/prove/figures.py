@@ -226,7 +226,7 @@ def choice_tests(greedy: Sequence[Sampled], drawn: Sequence[Sampled]) -> list[Sa
         return tests
     tops, seed = _Tops.of(drawn), _seed_test(drawn)
     # The other tests count the tokens of different answers as independent.
-    return [seed] if seed.z > CERTAIN else [*tests, *_top_tests(tops), *_token_tests(tops, drawn)]
+    return [*tests, seed] if seed.z > CERTAIN else [*tests, *_top_tests(tops), *_token_tests(tops, drawn)]
 
 
 def _seed_test(drawn: Sequence[Sampled]) -> Sampling:
@@ -248,9 +248,9 @@ def _seed_test(drawn: Sequence[Sampled]) -> Sampling:
 
 
 def _greedy_tests(tops: _Tops) -> list[Sampling]:
-    """Return the test of greedy tokens, which must be the most likely ones. Empty if they are."""
+    """Return the test of greedy tokens, which must be the most likely ones. Empty if nearly all are."""
     off = ~(tops.is_chosen & tops.is_best).any(1) & tops.is_best.any(1)
-    if not off.any():
+    if off.sum() <= NOT_BEST * len(tops.tokens):
         return []
     [(token, times)] = Counter(tops.tokens[off].tolist()).most_common(1)
     cause = "a logit bias, bad words or allowed tokens are left on"
