@@ -37,7 +37,9 @@ class Folders(dict[int, Path]):
 async def send(url: str, name: str, folder: str, seed: str, in_flight: str, credentials: str) -> None:
     """Send requests until SIGTERM."""
     counts = Path(folder) / COUNTS / f"{name}-{os.getpid()}"
-    async with rollbus.connect(url, fleet=FLEET, client=name, credentials=credentials, worker_grace_s=GRACE_S) as rb:
+    async with rollbus.connect(
+        url, fleet=FLEET, client=name, credentials=credentials, wait_for_workers_s=GRACE_S
+    ) as rb:
         load = Load(rb, int(seed), ENGINE, Folders(Path(folder)))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, load.end)
         async with asyncio.TaskGroup() as tasks:
