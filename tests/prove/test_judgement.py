@@ -93,6 +93,12 @@ def of_processed(evidence: Evidence) -> None:
             one.logprobs -= np.float32(np.log(0.9))
 
 
+def of_processed_decode(evidence: Evidence) -> None:
+    """Let decode be off where processed log probabilities may also hide a penalty."""
+    of_decode(evidence)
+    evidence.facts["logprobs_mode"] = "processed_logprobs"
+
+
 def of_scale(evidence: Evidence) -> None:
     """Make all distributions sharper."""
     move_engine(evidence, lambda one: 0.1 * (one.second + 1.5))
@@ -110,6 +116,7 @@ FAULTS: dict[str, tuple[Callable[[Evidence], None], str]] = {
     "prefill": (of_prefill, "the prefill path"),
     "top-p": (of_top_p, "top-p is left on"),
     "top-p in processed log probabilities": (of_processed, "processed_logprobs"),
+    "decode with processed log probabilities": (of_processed_decode, "the decode path"),
     "logit scale": (of_scale, "a scale of the logits"),
 }
 

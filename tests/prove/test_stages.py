@@ -1,9 +1,11 @@
 """The stages `updates`, `survival` and `speed` on synthetic workers: sound ones, and ones with faults."""
 
+import argparse
 import asyncio
 import contextlib
 import errno
 import shutil
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace as changed
 from functools import partial
@@ -19,7 +21,7 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.bus.publish.tensors import folder_tensors
-from rollbus.frontend.cli.prove import probe, speed, updates
+from rollbus.frontend.cli.prove import evidence, probe, speed, updates
 from rollbus.frontend.cli.prove.checkpoint import Copies, copy_checkpoint
 from rollbus.frontend.cli.prove.probe import Difference, compare
 from rollbus.frontend.cli.prove.speed import Speed
@@ -391,3 +393,30 @@ async def test_a_server_that_answers_in_another_way_does_not_cost_the_result(mon
 
     assert outcome is not None
     assert [finding.verdict for finding in outcome.findings] == ["not run", "not run"]
+
+
+async def test_a_process_with_open_requests_is_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is cancelled does not wait until vLLM has answered."""
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('{}', flush=True)"
+    endless = f"{program}; time.sleep(3600)"
+    monkeypatch.setattr(speed, "python_module", lambda *_: [sys.executable, "-c", endless])
+    monkeypatch.setattr(speed, "STOP_S", 3600.0)
+    limit = asyncio.timeout(None)
+    with contextlib.suppress(TimeoutError):
+        async with limit, speed.engine_alone("model", {}) as run:
+            limit.reschedule(0.0)
+            await run([[1]], 1)
+    assert limit.expired()
+
+
+async def test_a_reference_that_is_late_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are judged by the engine's second pass if the reference does not end in its time."""
+    monkeypatch.setattr(evidence, "run_reference", lambda *_: asyncio.sleep(3600))
+    fields = {"folder": tmp_path, "scratch": tmp_path, "evidence": {"answers": evidence.Evidence(sampled=[])}}
+    fleet = SimpleNamespace(engine=SimpleNamespace(dtype="float32"))
+    args = argparse.Namespace(reference="hf", dtype=None)
+    proof: Any = SimpleNamespace(args=args, fleet=fleet, seconds_left=lambda: 0.01, **fields)
+
+    found = await evidence.add_reference(proof)
+
+    assert "--minutes" in str(found.reference_refusal)

@@ -200,14 +200,14 @@ def _of_drift(signs: Signs) -> Rows:
             "stale KV: only answers with a cached prefix differ from a pass that computes it again: the prefix cache "
             "has KV of other weights, or was not flushed after an update"
         )
-    elif signs.is_processed and signs.differs and not signs.second_differs:
-        text = f"sampling parameters (penalties, a logit bias) that are left on for all requests: {PROCESSED}"
     elif signs.differs and not signs.second_differs:
         text = (
             "stale KV, or the decode path: a pass over the whole sequence agrees with the reference, the answers do "
             "not: KV of other weights, CUDA graphs (compare with enforce_eager), the kernel of decode attention, or "
             "log probabilities of the token before or after"
         )
+        if signs.is_processed:
+            return (f"sampling parameters (penalties, a logit bias) left on for all requests: {PROCESSED}", text)
     elif signs.second_differs and not signs.differs:
         text = "the prefill path: chunked prefill, or a fused kernel for prompts, computes something else than decode"
     else:

@@ -286,8 +286,10 @@ def _device() -> str:
             return "; ".join(line.strip() for line in listed.splitlines() if line.strip()) or "no GPU"
         except (OSError, subprocess.SubprocessError) as exc:
             note(f"nvidia-smi tells nothing: {exc}")
-    path = Path("/proc/cpuinfo")
-    info = path.read_text() if path.is_file() else ""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "CPU"
     return next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "CPU")
 
 

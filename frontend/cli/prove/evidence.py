@@ -58,7 +58,7 @@ MAX_ROUNDS: Final = 24
 TIME_SHARE: Final = 0.6
 """Part of the phase after which no round is begun. A round takes about as long as the one before."""
 MOST_SHARE: Final = 0.9
-"""Part of the phase after which the round that runs is left."""
+"""Part of the phase after which the round or the reference that runs is left."""
 IN_FLIGHT: Final = 64
 """Requests at once. A batch of this size uses other kernels than a single request."""
 FIRST_ID: Final = 3
@@ -292,9 +292,12 @@ async def add_reference(proof: Proof) -> Evidence:
         seconds=proof.seconds_left() * TIME_SHARE,
     )
     try:
-        result = await run_reference(job, proof.scratch)
-    except StageRefused as exc:
-        evidence.reference_refusal = str(exc)
+        async with asyncio.timeout(proof.seconds_left() * MOST_SHARE) as limit:
+            result = await run_reference(job, proof.scratch)
+    except (StageRefused, TimeoutError) as exc:
+        # The engine's second pass is judged without it.
+        is_late = limit.expired()
+        evidence.reference_refusal = "its time was too short to load; set --minutes higher" if is_late else str(exc)
         return evidence
     evidence.layers, evidence.misfit = result.layers, result.misfit
     evidence.routing_refusal = evidence.routing_refusal or result.routing_refusal

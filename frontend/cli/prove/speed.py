@@ -192,8 +192,11 @@ async def _process(
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, limit=2**20
     )
+    # After an error, the process may still have requests, for whose end it would wait.
+    stop_s = 0.0
     try:
         yield process
+        stop_s = STOP_S
     finally:
         if process.stdin is not None:
             process.stdin.close()
@@ -201,7 +204,7 @@ async def _process(
             process.terminate()
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_S)
+                await asyncio.wait_for(process.wait(), stop_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
