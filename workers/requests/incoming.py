@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from ...bus.protocol.queue.fairness import Turn
 from ...bus.queue.puller import QueuedRequest
+from ...bus.subjects import Subjects
 from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
 from ...schemas.messages import RequestKey, RequestMessage, Sibling, decode_request, decode_request_message
@@ -130,20 +131,17 @@ class IncomingRequest(msgspec.Struct, frozen=True):
             return request
         return replace(request, sampling=replace(request.sampling, seed=sample.seed))
 
-    def decode_request(self, versions: Versions, plain_prefix: str) -> tuple[GenerateRequest | RequestError, str]:
+    def decode_request(self, versions: Versions, subjects: Subjects) -> tuple[GenerateRequest | RequestError, str]:
         """Decode the request and its id. An invalid or too stale request is returned as an error.
 
         If an adapter answers under the model's name, a request for the model gets it as its `lora`.
-
-        Args:
-            plain_prefix: prefix of the subjects that frames in plain mode may use.
 
         Raises:
             RemoteProtocolError: the request has no usable id, or no valid `reply_to`.
         """
         envelope = self.envelope
         if envelope.reply_to is not None:
-            check_reply_to(envelope.reply_to, plain_prefix)
+            check_reply_to(envelope.reply_to, subjects.plain(self.client))
         request: GenerateRequest | RequestError
         try:
             request = decode_request(envelope.request)

@@ -347,8 +347,7 @@ class RequestIntake:
             self._nak([message])
             return
         try:
-            plain = self._subjects.plain(incoming.client)
-            given, request_id = incoming.decode_request(self._links.versions, plain)
+            given, request_id = incoming.decode_request(self._links.versions, self._subjects)
         except RemoteProtocolError as exc:
             self._drop_bad(incoming.client, message, exc)
             return

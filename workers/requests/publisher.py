@@ -51,9 +51,10 @@ class OutboundPublisher:
         """Number of frames that could not be published. A link sends them again."""
 
     def wake(self) -> None:
-        """Wake the publisher."""
+        """Wake the publisher if it has something to publish."""
         self._changed.set()
-        self._has_frames.set()
+        if self._links.outbound.sendable():
+            self._has_frames.set()
         if self._acks:
             self._has_acks.set()
 

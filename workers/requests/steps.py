@@ -307,7 +307,7 @@ class StepDispatcher:
     def _add_batch(self, batch: TokenBatch, now: float, instructions: Instructions) -> None:
         """Batch the tokens of unstreamed requests. Forward the other tokens immediately."""
         slots = self._gathering.find_slots(batch.keys)
-        missing: list[int] = np.flatnonzero(slots < 0).tolist()
+        missing: list[int] = (slots < 0).nonzero()[0].tolist()
         found, others = self._requests.open_all([batch.keys[i] for i in missing]), list[int]()
         for i, request in zip(missing, found, strict=True):
             if request is None or not request.gathers:
