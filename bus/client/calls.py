@@ -11,10 +11,11 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from msgspec.structs import force_setattr
 
 from ...schemas.chunk import Chunk
@@ -199,15 +200,14 @@ class Unread:
         return self.delivered - self.read - self.dropped
 
 
-@dataclass(frozen=True, slots=True)
-class CallResult:
+class CallResult(msgspec.Struct, frozen=True):
     """The result of an ended call. The bus thread does not change it."""
 
     samples: Sequence[ChildResult]
     """Result of each child. Empty if the results are lost."""
     error: RequestError | None
     """Cause of the failure. None if every child has its terminal chunk."""
-    ended_at: float = field(default_factory=time.monotonic)
+    ended_at: float = msgspec.field(default_factory=time.monotonic)
     """Time of the end on `time.monotonic()`. The bus thread records it, because the caller's loop may be blocked."""
 
 
@@ -312,8 +312,7 @@ def _call_in(loop: asyncio.AbstractEventLoop | None, callback: Callable[[], None
         loop.call_soon_threadsafe(callback)
 
 
-@dataclass(eq=False, slots=True)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """One request of the caller, from its opening to its end.
 
     The request's own limits bound the buffers. They fill on receipt, also if the caller does not read.
@@ -331,25 +330,25 @@ class Call:
     request: GenerateRequest
     inbox: Inbox | SharedInbox
     streams: bool
-    tracer: InitVar[Tracer | None] = None
+    tracer: Tracer | None = None
     key: SampleKey | None = None
     """Key of the first sample. None in programs without a client."""
-    opened_at: float = field(default_factory=time.time)
+    opened_at: float = msgspec.field(default_factory=time.time)
     """Unix time of the opening."""
     # Set in the caller's loop before the bus thread sees the call. Not changed later.
     model: str = ""
     """Name of the model that serves the request. Empty until it is known."""
-    wire_id: str = field(init=False)
+    wire_id: str = ""
     """Id of the request in messages."""
-    is_mapped: bool = field(init=False)
+    is_mapped: bool = False
     """True if that is not the caller's id."""
-    children: list[GenerateRequest] = field(init=False)
+    children: Sequence[GenerateRequest] = ()
     """Request of each sample."""
-    payloads: Sequence[bytes] = field(init=False)
+    payloads: Sequence[bytes] = ()
     """Encoded `children`, until the call is submitted. A request that cannot be encoded fails here, before that."""
-    deadline_s: float = field(init=False)
+    deadline_s: float = 0.0
     """Deadline on `time.monotonic()`."""
-    spans: CallSpans | None = field(init=False, default=None)
+    spans: CallSpans | None = None
     """Spans of the trace. None if the request is not sampled."""
     wait_limit: WaitLimit | None = None
     """Limit for the time without a serving worker before the first chunk. None: the request's deadline."""
@@ -370,16 +369,16 @@ class Call:
     """Result of the call. None while it is open. Set after the last chunk was appended."""
     _chunks: deque[tuple[Chunk, int]] | None = None
     """Chunks that the caller has not read. None before the first one, because an empty deque has 600 bytes."""
-    _shared: deque[Chunk] | None = field(init=False, default=None)
+    _shared: deque[Chunk] | None = None
     """Chunks of the shared inbox. None: the call has its own reader."""
     # Written by both threads, in the order that `Inbox` describes.
     is_due: bool = False
 
-    def __post_init__(self, tracer: Tracer | None) -> None:
+    def __post_init__(self) -> None:
         """Create the child requests, their payloads and the deadline."""
         sent = self.request
-        if tracer is not None:
-            sent, self.spans = traced(tracer, sent)
+        if self.tracer is not None:
+            sent, self.spans = traced(self.tracer, sent)
         sent = sent.on_wire()
         self.wire_id = sent.request_id
         self.is_mapped = self.wire_id != self.request.request_id

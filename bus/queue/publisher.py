@@ -196,8 +196,7 @@ class PublisherStats:
     """Requests that the queue rejected because this client's share of a lane was full."""
 
 
-@dataclass(slots=True)
-class _UnansweredPublish(Generic[K]):
+class _UnansweredPublish(msgspec.Struct, Generic[K]):
     token: K
     model: str
     lane: Lane
