@@ -189,7 +189,7 @@ class Subjects:
 
     def ack(self, controller: str, worker: str) -> str:
         """Return the subject on which `worker` publishes command acks for `controller`."""
-        return self._pair("ack", check_subject_token("controller", controller), worker)
+        return self.acks_to(controller).removesuffix("*") + check_subject_token("worker", worker)
 
     def acks_to(self, controller: str) -> str:
         """Return the subject of all command acks for `controller`, from any worker."""

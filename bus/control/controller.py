@@ -135,18 +135,20 @@ class AckCollector:
         self._nats = nats
         self._subjects = subjects
         self._controller = controller
+        self._acks_to = subjects.acks_to(controller)
         self._under_way: dict[str, _UnderWay] = {}
         self.rejected = RejectionCount()
 
     async def start(self) -> None:
         """Subscribe to acks."""
-        await subscribe(self._nats, self._subjects.acks_to(self._controller), self.receive)
+        await subscribe(self._nats, self._acks_to, self.receive)
 
     def receive(self, message: Msg) -> None:
         """Handle an ack of a worker."""
         try:
             ack = decode_ack(message.data)
-            if message.subject != self._subjects.ack(self._controller, ack.worker):
+            # An ack names its worker by a valid token.
+            if message.subject != self._acks_to.removesuffix("*") + ack.worker:
                 raise RemoteProtocolError(f"worker {ack.worker} answered on {message.subject}")
         except RemoteProtocolError as exc:
             if so_far := self.rejected.add():

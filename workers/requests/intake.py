@@ -252,6 +252,8 @@ class RequestIntake:
 
     def _nak(self, messages: list[QueuedRequest]) -> None:
         """Nak requests, so that the queue delivers them to other workers."""
+        if not messages:
+            return
         self.stats.returned += len(messages)
         self._links.note_returned(messages)
         # Without a delay, workers that pause together would hand requests to each other in a loop.
