@@ -6,11 +6,12 @@ A thread draws and compares the tensors, and the event loop uploads complete obj
 import asyncio
 import contextlib
 import hashlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +38,7 @@ MAX_WAITING: Final = 2
 STOP_S: Final = 5.0
 """Seconds for the drawing thread to notice a stop. It checks after each tensor."""
 NamedTensors = Iterable[tuple[str, Any]] | Mapping[str, Any]
+Item = TypeVar("Item")
 
 
 class StoredObject(NamedTuple):
@@ -48,93 +50,42 @@ class StoredObject(NamedTuple):
     """Yields the content. Call it off the event loop, because it may compute the content."""
 
 
-class DeltaPacker:
-    """Packs encoded tensors into objects, in the order in which they are added.
+@dataclass(slots=True)
+class _Packer(Generic[Item]):
+    """Groups items, in the order in which they are added, into objects: changes of a delta, or tensors of an anchor."""
 
-    Args:
-        rank: rank of this process among `num_ranks`. Each rank uses every `num_ranks`-th object number.
-    """
+    number: int
+    """Number of the object that is not complete. The first one is the rank."""
+    num_ranks: int
+    """Each rank uses every `num_ranks`-th number."""
+    max_bytes: float
+    """Maximum size of an object, except for a single larger item."""
+    max_objects: int
+    items: list[Item] = field(default_factory=list)
+    num_bytes: int = 0
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._number = rank
-        self._num_ranks = num_ranks
-        self._pieces: list[bytes] = []
-        self._num_bytes = 0
-        self.total_bytes = 0
-
-    def add(self, data: bytes) -> tuple[int, int, StoredObject | None]:
-        """Pack `data`. Return its object number, its offset in the object, and an object that is now complete, or None.
-
-        Raises:
-            InvalidRequest: a manifest cannot name another object.
-        """
-        full = self.flush() if self._num_bytes + len(data) > DELTA_BYTES else None
-        if self._number >= MAX_DELTA_OBJECTS:
-            raise InvalidRequest(
-                "named_tensors",
-                f"needs more than {MAX_DELTA_OBJECTS} delta objects of {DELTA_BYTES} bytes",
-                "a smaller change, or an anchor, which a new publisher stores first",
-            )
-        offset = self._num_bytes
-        self._pieces.append(data)
-        self._num_bytes += len(data)
-        self.total_bytes += len(data)
-        return self._number, offset, full
-
-    def flush(self) -> StoredObject | None:
-        """Return the incomplete object, or None if there is none."""
-        if not self._num_bytes:
-            return None
-        pieces, num_bytes, number = self._pieces, self._num_bytes, self._number
-        self._pieces, self._num_bytes = [], 0
-        self._number += self._num_ranks
-        return StoredObject(delta_name(number), num_bytes, lambda: iter(pieces))
-
-
-class ShardPlan:
-    """Assigns tensors to the files of a first anchor, in the order in which they are added.
-
-    The name of the first file depends on whether a second file exists. A file's name is therefore known only when the
-    next file begins.
-
-    Args:
-        single: name of the single file for all tensors of any size. None: as many files as necessary.
-    """
-
-    def __init__(self, rank: int, num_ranks: int, single: str | None) -> None:
-        self._single = single
-        self._number = rank + 1
-        self._num_ranks = num_ranks
-        self._names: list[str] = []
-        self._num_bytes = 0
-        self._is_first = True
-
-    def add(self, name: str, num_bytes: int) -> tuple[str, list[str]] | None:
-        """Add a tensor. Return a file that is now complete with the names of its tensors, or None.
+    def add(self, item: Item, num_bytes: int) -> tuple[int, list[Item]] | None:
+        """Add an item. Return the number and the items of an object that is complete without it, or None.
 
         Raises:
-            InvalidRequest: the folder cannot have another file.
+            InvalidRequest: there are too many objects.
         """
-        full = None
-        if self._single is None and self._names and self._num_bytes + num_bytes > SHARD_BYTES:
-            full = self._close(is_last=False)
-        if self._number > MAX_SHARDS:
-            raise InvalidRequest("named_tensors", f"needs more than {MAX_SHARDS} files", f"at most {MAX_SHARDS} files")
-        self._names.append(name)
-        self._num_bytes += num_bytes
+        full = self.flush() if self.num_bytes + num_bytes > self.max_bytes else None
+        if self.number >= self.max_objects:
+            problem = f"needs more than {self.max_objects} objects of {self.max_bytes:g} bytes"
+            allowed = "a smaller change, or an anchor, which a new publisher stores first"
+            raise InvalidRequest("named_tensors", problem, allowed)
+        self.items.append(item)
+        self.num_bytes += num_bytes
         return full
 
-    def flush(self) -> tuple[str, list[str]] | None:
-        """Return the incomplete file with the names of its tensors, or None if there is none."""
-        return self._close(is_last=True) if self._names else None
-
-    def _close(self, *, is_last: bool) -> tuple[str, list[str]]:
-        is_single = is_last and self._is_first and self._num_ranks == 1
-        file = self._single or (SINGLE_FILE if is_single else f"model-{self._number:05d}.safetensors")
-        names, self._names, self._num_bytes = self._names, [], 0
-        self._number += self._num_ranks
-        self._is_first = False
-        return file, names
+    def flush(self) -> tuple[int, list[Item]] | None:
+        """Return the number and the items of the object that is not complete, or None if it is empty."""
+        if not self.items:
+            return None
+        found = self.number, self.items
+        self.number, self.items, self.num_bytes = self.number + self.num_ranks, [], 0
+        return found
 
 
 @dataclass(slots=True)
@@ -180,8 +131,11 @@ class Draft:
         self._snapshot = snapshot
         self._digest, self._before = snapshot.digest, snapshot.tensors
         self._kinds = {name: tensor.kind for name, tensor in self._before.items()} if snapshot else kinds
-        self._packer = DeltaPacker(rank, num_ranks)
-        self._shards = ShardPlan(rank, num_ranks, file)
+        self._changes = _Packer[bytes](rank, num_ranks, DELTA_BYTES, MAX_DELTA_OBJECTS)
+        self._shards = _Packer[str](rank, num_ranks, SHARD_BYTES if file is None else math.inf, MAX_SHARDS)
+        self._single_file = file
+        self.delta_bytes = 0
+        """Bytes of the delta's objects so far."""
         self._drafted: dict[str, _Drafted] = {}
         # By file: the names of its tensors in the manifest's order, and the number of tensors not added yet.
         self._layout: dict[str, list[str]] = dict(snapshot.layout())
@@ -189,11 +143,6 @@ class Draft:
         snapshot.digest, snapshot.tensors = "", {}
         self._is_over = False
         self.num_changed = 0
-
-    @property
-    def delta_bytes(self) -> int:
-        """Bytes of the delta's objects so far."""
-        return self._packer.total_bytes
 
     def add(self, name: str, tensor: object) -> Iterator[StoredObject]:
         """Add a tensor, and yield the objects that it completes.
@@ -209,7 +158,7 @@ class Draft:
         own = content.copy()
         self._drafted[name] = _Drafted(kind, hashlib.sha256(own.data).hexdigest(), SAME, own)
         self.num_changed += 1
-        yield from self._close_shard(self._shards.add(name, kind.size))
+        yield from self._close_shard(self._shards.add(name, kind.size), is_last=False)
 
     def finish(self) -> Iterator[StoredObject]:
         """Yield the remaining objects. Call this after all tensors have been added.
@@ -223,9 +172,8 @@ class Draft:
         # Other ranks may have it, if this rank has not published its own tensors before.
         if missing is not None and (self._num_ranks == 1 or self._before):
             raise bad_tensor(missing, "is missing", "all tensors of the last published version or the checkpoint")
-        if self._contents.delta and (delta := self._packer.flush()) is not None:
-            yield delta
-        yield from self._close_shard(self._shards.flush())
+        yield from _delta_object(self._changes.flush())
+        yield from self._close_shard(self._shards.flush(), is_last=True)
 
     def entries(self) -> list[TensorEntry]:
         """Return the entries of all tensors, in the manifest's order."""
@@ -294,29 +242,29 @@ class Draft:
         if not is_same:
             self.num_changed += 1
             if self._contents.delta:
-                drafted.delta, full = self._pack(encoded)
-                if full is not None:
-                    yield full
+                yield from _delta_object(self._changes.add(encoded.data, len(encoded.data)))
+                self.delta_bytes += len(encoded.data)
+                drafted.delta = TensorDelta(
+                    encoding="dense" if encoded.encoding == "dense" else "sparse",
+                    object=self._changes.number,
+                    offset=self._changes.num_bytes - len(encoded.data),
+                    num_bytes=len(encoded.data),
+                    body_bytes=encoded.body_bytes,
+                    num_changed=encoded.num_changed,
+                )
         self._num_missing[before.file] -= 1
         if not self._num_missing[before.file] and self._contents.anchor:
             yield self._shard(before.file)
 
-    def _pack(self, encoded: Encoded) -> tuple[TensorDelta, StoredObject | None]:
-        number, offset, full = self._packer.add(encoded.data)
-        delta = TensorDelta(
-            encoding="dense" if encoded.encoding == "dense" else "sparse",
-            object=number,
-            offset=offset,
-            num_bytes=len(encoded.data),
-            body_bytes=encoded.body_bytes,
-            num_changed=encoded.num_changed,
-        )
-        return delta, full
+    def _close_shard(self, shard: tuple[int, list[str]] | None, *, is_last: bool) -> Iterator[StoredObject]:
+        """Fix the name of a file and the order of its tensors, and yield the file as an object.
 
-    def _close_shard(self, shard: tuple[str, list[str]] | None) -> Iterator[StoredObject]:
-        """Fix the order of a file's tensors, and yield the file as an object."""
+        The name of the first file depends on whether a second file exists.
+        """
         if shard is not None:
-            file, names = shard
+            number, names = shard
+            is_whole = is_last and not number and self._num_ranks == 1
+            file = self._single_file or (SINGLE_FILE if is_whole else f"model-{number + 1:05d}.safetensors")
             self._layout[file] = [entry.name for entry in ordered(self._entry(name, file) for name in names)]
             if self._contents.anchor:
                 yield self._shard(file)
@@ -345,6 +293,13 @@ class Draft:
             content = np.empty_like(content)
             apply_delta(drafted.encoded, content, drafted.kind.item_bytes)
         return content
+
+
+def _delta_object(found: tuple[int, list[bytes]] | None) -> Iterator[StoredObject]:
+    """Yield an object of a delta, if one is complete."""
+    if found is not None:
+        number, pieces = found
+        yield StoredObject(delta_name(number), sum(map(len, pieces)), lambda: iter(pieces))
 
 
 class TensorFeed:
