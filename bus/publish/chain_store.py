@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, RollbusError, storage_failure
 from ...schemas.manifest import (
@@ -38,8 +39,6 @@ REASON: Final = "rollbus-reason"
 """Metadata field of an object without content: the reason why a rank failed."""
 POLL_S: Final = 0.25
 """Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
-_SHARED: Final = ("name", "nuid", "size", "chunks", "digest", "mtime")
-"""Fields of an object's description that a rank's list has too."""
 
 
 class StoredChain(NamedTuple):
@@ -57,7 +56,7 @@ class ChainKey:
     """The chain record of one model. Methods raise `BusBroken` if JetStream does not answer."""
 
     def __init__(self, nats: Connection, fleet: str, model: str) -> None:
-        self._nats = nats
+        self.nats: Final = nats
         self._model = model
         self.bucket: Final = published_bucket(fleet, model)
 
@@ -68,7 +67,7 @@ class ChainKey:
             ControlError: `storage`: the bucket does not exist.
         """
         try:
-            return await bucket_state(self._nats, self.bucket)
+            return await bucket_state(self.nats, self.bucket)
         except ApiError as error:
             raise self._rejection("read", error) from error
 
@@ -79,7 +78,7 @@ class ChainKey:
             ControlError: `storage`: the bucket does not exist.
         """
         try:
-            found = await find_object(self._nats, self.bucket, CHAIN_OBJECT, is_signed=True)
+            found = await find_object(self.nats, self.bucket, CHAIN_OBJECT, is_signed=True)
         except ApiError as error:
             raise self._rejection("read", error) from error
         if found is None:
@@ -105,13 +104,13 @@ class ChainKey:
         info = ObjectInfo(
             name=CHAIN_OBJECT, bucket=self.bucket, nuid="chain", metadata={CHAIN: msgspec.json.encode(record).decode()}
         )
-        subject, data, headers = describe_object(self._nats, info)
+        subject, data, headers = describe_object(self.nats, info)
         headers |= {
             "Nats-Expected-Stream": stream_of(self.bucket),
             "Nats-Expected-Last-Subject-Sequence": str(sequence),
         }
         try:
-            return await put(self._nats, subject, data, headers, timeout_s=TRY_S)
+            return await put(self.nats, subject, data, headers, timeout_s=TRY_S)
         except ApiError as error:
             if error.code in WRONG_LAST_SEQUENCE:
                 return None
@@ -144,14 +143,14 @@ async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | 
 
 def as_rank_object(info: ObjectInfo) -> RankObject:
     """Convert an object's description in the folder to its entry in a rank's list."""
-    part_bytes = 0 if info.options is None else info.options.max_chunk_size
-    return RankObject(part_bytes=part_bytes, **{name: getattr(info, name) for name in _SHARED})
+    given = msgspec.convert(info, RankObject, from_attributes=True)
+    return given if info.options is None else replace(given, part_bytes=info.options.max_chunk_size)
 
 
 def as_info(bucket: str, given: RankObject) -> ObjectInfo:
     """Convert an object's entry in a rank's list to its description in the folder."""
-    options = ObjectOptions(max_chunk_size=given.part_bytes)
-    return ObjectInfo(bucket=bucket, options=options, **{name: getattr(given, name) for name in _SHARED})
+    fields = asdict(given)
+    return ObjectInfo(bucket=bucket, options=ObjectOptions(max_chunk_size=fields.pop("part_bytes")), **fields)
 
 
 async def store_failure(nats: Connection, bucket: str, name: str, reason: str) -> None:

@@ -6,9 +6,8 @@ A version is valid only after the chain record names it. An adapter is valid aft
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,7 +24,6 @@ from ...schemas.manifest import (
     WithdrawnVersion,
     decode_rank_list,
 )
-from ..nats.connection import Connection
 from ..nats.jetstream import ApiError, storage_errors
 from ..nats.library import NUID
 from ..objects.catalog import delete_prefix, find_object
@@ -44,6 +42,9 @@ from ..objects.writer import (
 from ..protocol.weights import chain
 from .chain_store import ChainKey, as_info, as_rank_object, find_failure, sending_signs, silence_of, store_failure
 
+if TYPE_CHECKING:
+    from .versions import VersionStore
+
 logger = logging.getLogger(__name__)
 
 RANK_POLL_S: Final = 0.25
@@ -52,22 +53,6 @@ LIST: Final = "list"
 """Name of the object with the list of a rank."""
 FAIL_S: Final = 10.0
 """Seconds for reporting a failure to rank 0. If the server is away, rank 0 waits until its own timeout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublicationHome:
-    """The operations of a `VersionStore` that a publication uses."""
-
-    nats: Connection
-    key: ChainKey
-    change: Callable[[Callable[[ChainRecord], ChainRecord]], Awaitable[None]]
-    """Writes the chain record while the lease is held."""
-    record: Callable[[], ChainRecord]
-    """Returns the chain record as last read."""
-    ended: Callable[["Publication"], None]
-    """Called when the publication was committed or discarded."""
-    make_room: Callable[[], Awaitable[None]]
-    """Deletes removable objects if the bucket is full."""
 
 
 class Publication:
@@ -83,8 +68,9 @@ class Publication:
         tag: tag in the ids of the folder's object chunks.
     """
 
-    def __init__(self, home: PublicationHome, opened: OpenedVersion) -> None:
-        self._home = home
+    def __init__(self, store: "VersionStore", key: ChainKey, opened: OpenedVersion) -> None:
+        self._store = store
+        self._key = key
         self.opened: Final = opened
         self.objects: Final = opened.objects
         self.version: Final = opened.version
@@ -141,13 +127,13 @@ class Publication:
             if len(data) > MAX_MANIFEST_BYTES:
                 raise LocalProtocolError(f"a manifest of {len(data)} bytes; allowed: {MAX_MANIFEST_BYTES}")
             # Before the first description is stored, check that the lease holds and the manifest continues the chain.
-            await self._home.change(lambda record: _check(record, manifest))
+            await self._store.change(lambda record: _check(record, manifest))
             await self._put(f"{self._prefix}/{MANIFEST}", [data])
-            await store_folder(self._home.nats, await self._open_sender(), self.objects, self._infos)
+            await store_folder(self._key.nats, await self._open_sender(), self.objects, self._infos)
         try:
-            await self._home.change(lambda record: chain.committed(record, manifest))
+            await self._store.change(lambda record: chain.committed(record, manifest))
         except ControlError:
-            if not any(link.objects == self.objects for link in self._home.record().links):
+            if not any(link.objects == self.objects for link in self._store.record.links):
                 await self.discard()
                 raise
             # The answer to a write was lost, and another publisher took over afterwards. The version is committed.
@@ -165,11 +151,11 @@ class Publication:
             return
         await self._end()
         if self._infos:
-            await delete_stored(self._home.nats, self._bucket, tuple(self._infos))
+            await delete_stored(self._key.nats, self._bucket, tuple(self._infos))
         if self._has_ranks:
             await self._delete_lists()
             try:
-                await self._home.change(lambda record: _withdrawn(record, self.objects, self._reason))
+                await self._store.change(lambda record: _withdrawn(record, self.objects, self._reason))
             except RollbusError as error:
                 logger.warning("publication.withdrawal_failed objects=%s error=%s", self.objects, error)
 
@@ -182,11 +168,11 @@ class Publication:
         """
         self._check_open()
         self._has_ranks = True
-        await self._home.change(lambda record: msgspec.structs.replace(record, opened=self.opened, withdrawn=None))
+        await self._store.change(lambda record: msgspec.structs.replace(record, opened=self.opened, withdrawn=None))
 
     def alive(self, rank: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Send signs of life to rank 0 during the block. Without them, rank 0 treats this rank as lost."""
-        return sending_signs(self._home.nats, self._bucket, self._list_prefix, rank)
+        return sending_signs(self._key.nats, self._bucket, self._list_prefix, rank)
 
     async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
         """Store the list of this rank's objects and tensors for rank 0, which owns the objects from then on.
@@ -210,7 +196,7 @@ class Publication:
         folder = f"{self._list_prefix}/{rank}"
         async with self._or_discarded():
             info = await self._put(f"{folder}/{LIST}", [msgspec.json.encode(given)])
-            await store_folder(self._home.nats, await self._open_sender(), f"{self._bucket}/{folder}", [info])
+            await store_folder(self._key.nats, await self._open_sender(), f"{self._bucket}/{folder}", [info])
         await self._end()
 
     async def fail(self, rank: int, reason: str) -> None:
@@ -223,7 +209,7 @@ class Publication:
         await self.discard()
         try:
             async with asyncio.timeout(FAIL_S):
-                await store_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}", reason)
+                await store_failure(self._key.nats, self._bucket, f"{self._list_prefix}/failed/{rank}", reason)
         except (RollbusError, ApiError, TimeoutError) as error:
             logger.warning("publication.failure_publish_failed objects=%s rank=%s error=%s", self.objects, rank, error)
 
@@ -255,23 +241,21 @@ class Publication:
             except TimeoutError:
                 missing = [rank for rank in range(1, num_ranks) if rank not in found]
                 shown = ", ".join(f"{rank}{'' if rank in silences else ' (did not join)'}" for rank in missing)
-                self._reason = f"of {num_ranks} ranks, these stored no list within {timeout_s:g} s: {shown}"
-                raise self._discard(ControlCode.TIMEOUT) from None
+                reason = f"of {num_ranks} ranks, these stored no list within {timeout_s:g} s: {shown}"
+                raise self._withdraw(ControlCode.TIMEOUT, reason) from None
         return tuple(given for _, given in sorted(found.items()))
 
     async def _collect_from(self, rank: int, found: dict[int, RankList], silences: dict[int, chain.Silence]) -> None:
         folder = f"{self._list_prefix}/{rank}"
         with storage_errors(f"the list of rank {rank} cannot be read"):
-            failure = await find_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}")
+            failure = await find_failure(self._key.nats, self._bucket, f"{self._list_prefix}/failed/{rank}")
             if failure is not None:
-                self._reason = f"rank {rank} failed: {failure}"
-                raise self._discard(ControlCode.BAD_SOURCE)
-            if await find_object(self._home.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
-                if silence := await silence_of(self._home.nats, self._bucket, self._list_prefix, rank, silences):
-                    self._reason = silence
-                    raise self._discard(ControlCode.TIMEOUT)
+                raise self._withdraw(ControlCode.BAD_SOURCE, f"rank {rank} failed: {failure}")
+            if await find_object(self._key.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
+                if silence := await silence_of(self._key.nats, self._bucket, self._list_prefix, rank, silences):
+                    raise self._withdraw(ControlCode.TIMEOUT, silence)
                 return
-        async with open_reader(self._home.nats, f"{self._bucket}/{folder}") as reader:
+        async with open_reader(self._key.nats, f"{self._bucket}/{folder}") as reader:
             given = decode_rank_list(await reader.read(LIST, MAX_MANIFEST_BYTES))
         names = {info.name for info in self._infos}
         for given_object in given.objects:
@@ -288,8 +272,9 @@ class Publication:
             )
         found[rank] = given
 
-    def _discard(self, code: ControlCode) -> ControlError:
-        self._reason = self._reason[:MAX_REASON_CHARS]
+    def _withdraw(self, code: ControlCode, reason: str) -> ControlError:
+        """Store the reason for the other ranks, and return the error for this one."""
+        self._reason = reason[:MAX_REASON_CHARS]
         return ControlError(code, f"version {self.version} is not published: {self._reason}")
 
     @property
@@ -315,7 +300,7 @@ class Publication:
                 if num_bytes > room:
                     room += await self._free_room()
                 if num_bytes > room:
-                    state = await self._home.key.bucket_state()
+                    state = await self._key.bucket_state()
                     raise storage_failure(
                         f"the bucket {self._bucket!r} has no room: {state.used} of {state.limit} bytes are used, and "
                         f"an object needs at least {num_bytes + chain.SPARE_BYTES}"
@@ -323,19 +308,19 @@ class Publication:
                 yield piece
 
     async def _room(self) -> int:
-        state = await self._home.key.bucket_state()
+        state = await self._key.bucket_state()
         return state.limit - state.used - chain.SPARE_BYTES
 
     async def _free_room(self) -> int:
         """Clean the bucket. Return the number of freed bytes."""
         await (await self._open_sender()).finish()  # bytes in flight would count as used after the cleaning
         before = await self._room()
-        await self._home.make_room()
+        await self._store.make_room()
         return await self._room() - before
 
     async def _open_sender(self) -> Sender:
         if self._sender is None:
-            self._sender = await self._stack.enter_async_context(open_sender(self._home.nats))
+            self._sender = await self._stack.enter_async_context(open_sender(self._key.nats))
         return self._sender
 
     @contextlib.asynccontextmanager
@@ -349,13 +334,13 @@ class Publication:
 
     async def _end(self) -> None:
         self._is_over = True
-        self._home.ended(self)
+        self._store.publications.discard(self)
         await self._stack.aclose()
 
     async def _delete_lists(self) -> None:
         """Delete the lists of ranks. Log failures; a later `clean` deletes the rest."""
         try:
-            await delete_prefix(self._home.nats, f"{self._bucket}/{self._list_prefix}")
+            await delete_prefix(self._key.nats, f"{self._bucket}/{self._list_prefix}")
         except RollbusError as error:
             logger.warning("publication.lists_delete_failed objects=%s error=%s", self.objects, error)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, PermissionDenied, RollbusError
 from ...schemas.manifest import ChainRecord, Holder, Link, OpenedVersion
-from ..nats.connection import Connection, connected
+from ..nats.connection import connected
 from ..nats.jetstream import ApiError, Retries, Unanswered, storage_errors
 from ..nats.server import Server
 from ..objects.catalog import ensure_bucket
@@ -21,7 +21,7 @@ from ..objects.uploads import begin_cleaning
 from ..protocol.weights import chain
 from ..subjects import Subjects, encode_token
 from .chain_store import POLL_S, ChainKey, StoredChain, until_committed, until_opened
-from .publication import Publication, PublicationHome
+from .publication import Publication
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +55,15 @@ class VersionStore:
         self.record = ChainRecord(model=model)
         self.make_room: Callable[[], Awaitable[None]] = _make_no_room
         self._stack = AsyncExitStack()
-        self._home: PublicationHome | None = None
+        self._key: ChainKey | None = None
         self._stored: StoredChain | None = None
         """Stored chain record; None: unknown."""
         self._epoch: int | None = None
         """Epoch of this store's lease; None: it has no lease."""
         self._lost: ControlError | None = None
         self._lock = asyncio.Lock()
-        self._open: set[Publication] = set()
+        self.publications: set[Publication] = set()
+        """Publications that are neither committed nor discarded."""
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self, *, with_lease: bool = True) -> None:
@@ -84,15 +85,8 @@ class VersionStore:
         async with AsyncExitStack() as stack:
             nats = await stack.enter_async_context(connected(self._server, name=f"rollbus versions {self._publisher}"))
             key = ChainKey(nats, self._fleet, self._model)
-            self._home = PublicationHome(
-                nats=nats,
-                key=key,
-                change=self._change,
-                ended=self._open.discard,
-                record=lambda: self.record,
-                make_room=self.make_room,
-            )
-            await _make_bucket(nats, key)
+            self._key = key
+            await _make_bucket(key)
             if with_lease:
                 await self._take_lease(key)
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -109,14 +103,14 @@ class VersionStore:
             self._renewing = None
         try:
             async with asyncio.timeout(CLOSE_S):
-                for publication in tuple(self._open):
+                for publication in tuple(self.publications):
                     await publication.discard()
                 if self._epoch is not None and self._lost is None:
-                    await self._change(lambda record: replace(record, holder=None, opened=None))
+                    await self.change(lambda record: replace(record, holder=None, opened=None))
         except (RollbusError, TimeoutError) as error:
             logger.warning("versions.lease_release_failed model=%s error=%s", self._model, error)
         finally:
-            self._epoch = self._home = None
+            self._epoch = self._key = None
             await self._stack.aclose()
 
     @property
@@ -140,7 +134,7 @@ class VersionStore:
             ControlError: `storage`: the bucket does not exist.
             BusBroken: JetStream does not answer.
         """
-        state = await self._opened().key.bucket_state()
+        state = await self._opened().bucket_state()
         return state.used, state.limit
 
     def begin(
@@ -157,9 +151,9 @@ class VersionStore:
         Raises:
             ControlError: `publisher_busy`: another publisher took over.
         """
-        home, epoch = self._opened(), self.epoch
+        key, epoch = self._opened(), self.epoch
         place = "versions" if adapter is None else f"adapters/{encode_token(adapter)}"
-        objects = f"{home.key.bucket}/{place}/{version}-{epoch}-{uuid.uuid4().hex[:8]}"
+        objects = f"{key.bucket}/{place}/{version}-{epoch}-{uuid.uuid4().hex[:8]}"
         opened = OpenedVersion(
             objects=objects,
             version=version,
@@ -168,8 +162,8 @@ class VersionStore:
             has_delta=has_delta,
             has_anchor=has_anchor,
         )
-        publication = Publication(home, opened)
-        self._open.add(publication)
+        publication = Publication(self, key, opened)
+        self.publications.add(publication)
         return publication
 
     async def join(self, version: int, timeout_s: float) -> Publication:
@@ -179,10 +173,10 @@ class VersionStore:
             ControlError: `timeout`: rank 0 did not announce this version.
             BusBroken: JetStream or the connection failed.
         """
-        home = self._opened()
-        self.record, opened = await until_opened(home.key, version, timeout_s)
-        publication = Publication(home, opened)
-        self._open.add(publication)
+        key = self._opened()
+        self.record, opened = await until_opened(key, version, timeout_s)
+        publication = Publication(self, key, opened)
+        self.publications.add(publication)
         return publication
 
     async def until_committed(self, objects: str, timeout_s: float) -> Link:
@@ -193,7 +187,7 @@ class VersionStore:
                 in time, or rank 0 fell silent.
             BusBroken: JetStream or the connection failed.
         """
-        self.record, link = await until_committed(self._opened().key, objects, timeout_s)
+        self.record, link = await until_committed(self._opened(), objects, timeout_s)
         return link
 
     async def refresh(self) -> None:
@@ -205,9 +199,9 @@ class VersionStore:
             ControlError: `publisher_busy`: another publisher took over; `storage`.
             BusBroken: JetStream or the connection failed.
         """
-        home, epoch = self._opened(), self.epoch
-        await _make_bucket(home.nats, home.key)
-        await self._change(lambda record: chain.lease_kept(record, self._holder, epoch, self._age_s), is_leasing=True)
+        key, epoch = self._opened(), self.epoch
+        await _make_bucket(key)
+        await self.change(lambda record: chain.lease_kept(record, self._holder, epoch, self._age_s), is_leasing=True)
         if self.record.epoch > epoch:
             logger.warning("versions.lease_lost model=%s epoch=%s now=%s", self._model, epoch, self.record.epoch)
             self._epoch = self.record.epoch
@@ -219,7 +213,7 @@ class VersionStore:
             ControlError: `publisher_busy`: another publisher took over.
             BusBroken: JetStream or the connection failed.
         """
-        await self._change(lambda record: replace(record, noted=chain.noted(record.noted, objects)))
+        await self.change(lambda record: replace(record, noted=chain.noted(record.noted, objects)))
 
     async def clean(self, recorded: AbstractSet[str], *, young_s: float = chain.YOUNG_S) -> None:
         """Delete versions that no worker needs, and leftovers of killed uploads. Log failures.
@@ -229,23 +223,23 @@ class VersionStore:
             young_s: age in seconds below which folders and object chunks always stay.
         """
         try:
-            home = self._opened()
+            key = self._opened()
             for objects in sorted(recorded):
-                if chain.is_published(objects, home.key.bucket):
+                if chain.is_published(objects, key.bucket):
                     await self.note_recorded(objects)
-            tags = {publication.tag for publication in self._open}
-            cleaning = await begin_cleaning(home.nats, home.key.bucket, open_tags=tags, young_s=young_s)
+            tags = {publication.tag for publication in self.publications}
+            cleaning = await begin_cleaning(key.nats, key.bucket, open_tags=tags, young_s=young_s)
             kept = await cleaning.kept(self.record, recorded)
-            await self._change(lambda record: chain.trimmed(record, recorded, kept))
+            await self.change(lambda record: chain.trimmed(record, recorded, kept))
             await cleaning.delete_folders(kept)
             await cleaning.delete_parts()
         except (RollbusError, ApiError) as error:
             logger.warning("versions.cleanup_failed model=%s error=%s", self._model, error)
 
-    def _opened(self) -> PublicationHome:
-        if self._home is None:
+    def _opened(self) -> ChainKey:
+        if self._key is None:
             raise LocalProtocolError(f"the versions of {self._model} are not open")
-        return self._home
+        return self._key
 
     async def _take_lease(self, key: ChainKey) -> None:
         """Acquire the lease. If an earlier incarnation of this process holds it, wait until it expires."""
@@ -263,12 +257,12 @@ class VersionStore:
             await asyncio.sleep(POLL_S)
         self._stored = stored
         try:
-            await self._change(self._version_taken, is_leasing=True)
+            await self.change(self._version_taken, is_leasing=True)
         except ControlError as error:
             # A killed upload may have filled the bucket. Its leftovers can be deleted under any holder of the lease.
             if error.code is not ControlCode.STORAGE or not await self._delete_leftovers(key, chain.PRESSED_S):
                 raise
-            await self._change(self._version_taken, is_leasing=True)
+            await self.change(self._version_taken, is_leasing=True)
         self._epoch = self.record.epoch
         logger.info("versions.lease_acquired model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
         try:
@@ -285,7 +279,7 @@ class VersionStore:
             BusBroken: JetStream or the connection failed.
         """
         with storage_errors(f"the bucket {key.bucket!r} cannot be cleaned"):
-            cleaning = await begin_cleaning(self._opened().nats, key.bucket)
+            cleaning = await begin_cleaning(key.nats, key.bucket)
             return await cleaning.delete_parts(tagged_young_s=young_s)
 
     def _version_taken(self, record: ChainRecord) -> ChainRecord:
@@ -306,7 +300,7 @@ class VersionStore:
             except RollbusError as error:
                 logger.warning("versions.lease_renewal_failed model=%s error=%s", self._model, error)
 
-    async def _change(self, change: Callable[[ChainRecord], ChainRecord], *, is_leasing: bool = False) -> None:
+    async def change(self, change: Callable[[ChainRecord], ChainRecord], *, is_leasing: bool = False) -> None:
         """Write the chain record that `change` returns. Call `change` again if another program wrote first.
 
         `change` must return its argument if its change was already made.
@@ -316,7 +310,7 @@ class VersionStore:
             LocalProtocolError: this store has no lease and is not acquiring one.
             Unanswered: the record may or may not have been written.
         """
-        key, retries = self._opened().key, Retries()
+        key, retries = self._opened(), Retries()
         async with self._lock:
             while True:
                 try:
@@ -343,10 +337,10 @@ async def _make_no_room() -> None:
     """Free nothing. Used by stores whose user does not know the recorded folders, so that none may be deleted."""
 
 
-async def _make_bucket(nats: Connection, key: ChainKey) -> None:
+async def _make_bucket(key: ChainKey) -> None:
     try:
         await key.bucket_state()
     except ControlError:
         with contextlib.suppress(PermissionDenied):  # then the next line raises the error
-            await ensure_bucket(nats, key.bucket)
+            await ensure_bucket(key.nats, key.bucket)
         await key.bucket_state()
