@@ -402,7 +402,8 @@ class VersionPublisher:
                 await publication.announce()
             await self._store_tensors(feed, job)
             if job.ranks_timeout_s is not None:
-                await self._collect(job, job.ranks_timeout_s)
+                self._is_out_of_step = True
+                job.join(await publication.collect(self._num_ranks, job.ranks_timeout_s), self._kinds)
             job.files = with_index(job.files, job.entries)
             if job.contents.anchor:
                 for found in file_objects(job.files):
@@ -428,11 +429,6 @@ class VersionPublisher:
             await self._put(job, found)
         job.entries, job.num_changed = job.draft.entries(), job.draft.num_changed
         job.delta_bytes = job.draft.delta_bytes
-
-    async def _collect(self, job: _Job, timeout_s: float) -> None:
-        """Add the entries and sizes of the other ranks."""
-        self._is_out_of_step = True
-        job.join(await job.publication.collect(self._num_ranks, timeout_s), self._kinds)
 
     async def _put(self, job: _Job, found: StoredObject) -> None:
         job.upload_began = job.upload_began or time.monotonic()
