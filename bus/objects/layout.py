@@ -18,20 +18,13 @@ _DIGEST: Final = "SHA-256="
 _BUCKET: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
 
 
-class ObjectLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The target of an object that has no content of its own."""
-
-    bucket: str = ""
-    name: str = ""
-
-
 class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The storage options of an object."""
 
     max_chunk_size: int = 0
     """Bytes of each chunk except the last."""
-    link: ObjectLink | None = None
-    """Target; set only if the object links to another object."""
+    link: dict[str, str] | None = None
+    """Bucket and name of another object that has the content; None: the object has its own content."""
 
 
 class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

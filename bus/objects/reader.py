@@ -79,15 +79,13 @@ class NewFile:
 
     def write(self, parts: list[bytes]) -> None:
         """Append chunks."""
-        for part in parts:
-            self.digest.update(part)
-            self._write_all(memoryview(part))
-
-    def _write_all(self, rest: memoryview) -> None:
         if self._file is None:
             raise LocalProtocolError(f"{self._path} is written before it is open")
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        for part in parts:
+            self.digest.update(part)
+            rest = memoryview(part)
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         """Close the file. Safe to repeat."""
@@ -409,10 +407,8 @@ class FolderReader:
             ControlError: `storage`: NATS failed.
         """
         bucket, _ = split_objects(self.objects)
-        try:
+        with _nats_errors(f"the bucket {bucket!r} cannot be read"):
             return await bucket_state(self._nats, bucket)
-        except (ApiError, BusBroken, BusClosed) as error:
-            raise storage_failure(f"the bucket {bucket!r} cannot be read: {error}") from error
 
     async def run(self, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """Call a function on the disk thread. Calls run in order, even if a caller is cancelled."""
@@ -420,14 +416,12 @@ class FolderReader:
 
     async def _parts(self, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
         """Yield the chunks of an object at the allowed rate."""
-        try:
+        with _nats_errors(f"{shown(info)} cannot be fetched"):
             async with contextlib.aclosing(read_object_chunks(self._nats, info)) as batches:
                 async for parts in batches:
                     yield parts
                     if self._rate is not None:
                         await asyncio.sleep(self._rate.spend(sum(map(len, parts)), time.monotonic()))
-        except (BusBroken, BusClosed) as error:
-            raise storage_failure(f"{shown(info)} cannot be fetched: {error}") from error
 
     def _info(self, name: str) -> ObjectInfo:
         info = self.names.get(name)
@@ -465,6 +459,15 @@ async def open_reader(
 def _stand_back(nice: int) -> None:
     if nice:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
+@contextlib.contextmanager
+def _nats_errors(failing: str) -> Iterator[None]:
+    """Raise `storage`, with a message that begins with `failing`, if NATS fails in the block."""
+    try:
+        yield
+    except (ApiError, BusBroken, BusClosed) as error:
+        raise storage_failure(f"{failing}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -511,9 +514,7 @@ class ObjectReader:
         """
         split_objects(objects)
         async with contextlib.AsyncExitStack() as stack:
-            try:
+            with _nats_errors(f"objects:{objects} cannot be fetched"):
                 nats = await stack.enter_async_context(connected(self._server, name=f"{self._name}-objects"))
                 folder = await stack.enter_async_context(open_reader(nats, objects, self._rate, nice=self._nice))
-            except (BusBroken, BusClosed) as error:
-                raise storage_failure(f"objects:{objects} cannot be fetched: {error}") from error
             yield folder
