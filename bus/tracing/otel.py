@@ -17,8 +17,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace import Span as SdkSpan
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace import Tracer as SdkTracer
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
@@ -210,40 +209,33 @@ class _CountingExporter(SpanExporter):
         self._exporter.shutdown()
 
 
-class _BoundedProcessor(SpanProcessor):
+class _BoundedProcessor(BatchSpanProcessor):
     """The SDK's batches, with a count of the spans without room in their queue."""
 
     def __init__(self, exporter: SpanExporter, stats: TracingStats) -> None:
         self._max_spans = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or MAX_QUEUE_SPANS)
-        self._exporter = _CountingExporter(exporter, stats)
-        self._batches = BatchSpanProcessor(self._exporter, max_queue_size=self._max_spans)
+        self._counting = _CountingExporter(exporter, stats)
+        super().__init__(self._counting, max_queue_size=self._max_spans)
         self._stats = stats
         self._num_taken = 0
 
-    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        """Do nothing: spans are created when they have ended."""
-
     def on_end(self, span: ReadableSpan) -> None:
         """Add a span, or drop it. `OtelTracer` calls one at a time."""
-        if self._num_taken - self._exporter.num_done >= self._max_spans:
+        if self._num_taken - self._counting.num_done >= self._max_spans:
             self._stats.spans_dropped += 1
         else:
             self._num_taken += 1
-            self._batches.on_end(span)
+            super().on_end(span)
 
     def shutdown(self) -> None:
         """Export the waiting spans. A failed attempt is not repeated without limit."""
-        given_up = threading.Timer(CLOSE_S / 2, self._exporter.shutdown)
+        given_up = threading.Timer(CLOSE_S / 2, self._counting.shutdown)
         given_up.daemon = True
         given_up.start()
         try:
-            self._batches.shutdown()  # type: ignore[no-untyped-call]
+            super().shutdown()  # type: ignore[no-untyped-call]
         finally:
             given_up.cancel()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Export the waiting spans."""
-        return self._batches.force_flush(timeout_millis)
 
 
 def _context(parent: SpanContext | None) -> Context:
