@@ -18,6 +18,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -235,13 +236,8 @@ def delta_name(number: int) -> str:
     return f"{DELTA_PREFIX}{number:04d}"
 
 
-def decode_manifest(data: bytes) -> Manifest:
-    """Decode a manifest.
-
-    Raises:
-        RemoteProtocolError: the data is not a manifest, or the manifest contradicts itself.
-    """
-    return decode_document(data, Manifest, "a manifest")
+decode_manifest = partial(decode_document, kind=Manifest, what="a manifest")
+"""Decodes a manifest. Raises `RemoteProtocolError` if the data is not one, or if it contradicts itself."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,19 +315,7 @@ class RankList(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
 
 
-def decode_chain(text: str) -> ChainRecord:
-    """Decode a chain record.
-
-    Raises:
-        RemoteProtocolError: the text is not a valid chain record.
-    """
-    return decode_document(text, ChainRecord, "a chain record")
-
-
-def decode_rank_list(data: bytes) -> RankList:
-    """Decode the list of objects and tensors that a rank contributes.
-
-    Raises:
-        RemoteProtocolError: the data is not a valid list of a rank.
-    """
-    return decode_document(data, RankList, "the list of a rank")
+decode_chain = partial(decode_document, kind=ChainRecord, what="a chain record")
+"""Decodes a chain record. Raises `RemoteProtocolError` if the text is not one."""
+decode_rank_list = partial(decode_document, kind=RankList, what="the list of a rank")
+"""Decodes the objects and tensors that a rank contributes. Raises `RemoteProtocolError` if the data is not a list."""
