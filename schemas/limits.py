@@ -3,7 +3,8 @@
 The types of fields that many messages have stand at the end.
 """
 
-from typing import Annotated, Final
+from collections import OrderedDict
+from typing import Annotated, Final, TypeVar
 
 from msgspec import Meta
 
@@ -139,6 +140,25 @@ MAX_MODULE_CHARS: Final = 256
 """Characters of a module's name together with the reason why it was not probed."""
 MAX_ERROR_CHARS: Final = 4096
 """Characters of an error text for people. The sender cuts longer text."""
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
+
+
+class Recent(OrderedDict[_Key, _Item]):
+    """A dict with a limit: it keeps the items that were set last, the oldest first."""
+
+    def __init__(self, max_items: int) -> None:
+        super().__init__()
+        self._max_items = max_items
+
+    def __setitem__(self, key: _Key, value: _Item) -> None:
+        """Set an item, which becomes the last one, and remove the oldest items above the limit."""
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > self._max_items:
+            self.popitem(last=False)
+
+
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 """Number of a recorded command, or of a publisher's lease."""

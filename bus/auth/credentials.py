@@ -28,7 +28,6 @@ import secrets
 import ssl
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ import msgspec
 from ...schemas.checks import check_name, check_subject_token
 from ...schemas.control import Certificate
 from ...schemas.errors import BusBroken, InvalidRequest, LocalProtocolError, RemoteProtocolError
+from ...schemas.limits import Recent
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -145,7 +145,7 @@ class Signatures:
         self._seed = "" if credentials is None else credentials.seed
         self._certificate = "" if credentials is None else credentials.certificate
         self._roots = () if credentials is None else tuple(map(decode_key, credentials.roots))
-        self._good: OrderedDict[str, Certificate] = OrderedDict()
+        self._good = Recent[str, Certificate](MAX_CACHED)
 
     @property
     def are_demanded(self) -> bool:
@@ -206,8 +206,6 @@ class Signatures:
         if certificate.fleet != self._fleet:
             raise BadSignature(f"the certificate is for fleet {certificate.fleet}; this fleet is {self._fleet}")
         self._good[text] = certificate
-        while len(self._good) > MAX_CACHED:
-            self._good.popitem(last=False)
         return certificate
 
 

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -19,7 +18,7 @@ from ...bus.subjects import Subjects
 from ...schemas.acks import Ack, AckError, AckStatus
 from ...schemas.control import AnyCommand
 from ...schemas.errors import ControlCode, ControlError
-from ...schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
+from ...schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS, Recent
 from ...schemas.messages import encode_json
 from ...schemas.weights import Staging
 from ..config import WorkerConfig
@@ -67,7 +66,7 @@ class CommandLog:
 
     def __init__(self) -> None:
         self._under_way: dict[str, ReceivedCommand] = {}
-        self._ended: OrderedDict[str, ReceivedCommand] = OrderedDict()
+        self._ended = Recent[str, ReceivedCommand](MAX_SEEN_COMMANDS)
 
     @property
     def under_way(self) -> list[ReceivedCommand]:
@@ -97,8 +96,6 @@ class CommandLog:
         if ack.status.is_final:
             del self._under_way[received.command.id]
             self._ended[received.command.id] = received
-            while len(self._ended) > MAX_SEEN_COMMANDS:
-                self._ended.popitem(last=False)
         return True
 
     def clear(self) -> None:

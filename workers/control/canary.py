@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ...bus.protocol.fleet.canary import agrees, canary_request, check_expected
 from ...bus.protocol.stream.engine_step import RequestStep
 from ...schemas.errors import ControlCode, ControlError, InvalidRequest
-from ...schemas.limits import MAX_PRIORITY
+from ...schemas.limits import MAX_PRIORITY, Recent
 from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest
 from ...schemas.rows import DTYPES, expected_rows
@@ -109,7 +109,7 @@ class Canaries:
     def __init__(self, in_flight: InFlightRequests) -> None:
         self._in_flight = in_flight
         # By the digest of the weights.
-        self._known: dict[str, Canary] = {}
+        self._known = Recent[str, Canary](MAX_KNOWN)
 
     async def sample(self, deadline: Deadline) -> Canary:
         """Sample the canary on the engine, which must not be paused.
@@ -177,10 +177,7 @@ class Canaries:
     def add(self, content: str | None, canary: Canary) -> None:
         """Add the canary of weights. Remove the oldest canary if there are more than `MAX_KNOWN`."""
         if content is not None:
-            self._known.pop(content, None)
             self._known[content] = canary
-            if len(self._known) > MAX_KNOWN:
-                del self._known[next(iter(self._known))]
 
     def remove(self, content: str | None) -> None:
         """Remove the canary of weights because it was wrong."""

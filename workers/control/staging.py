@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...schemas.errors import ControlCode, ControlError, EngineDead, storage_failure
-from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.limits import MAX_ERROR_CHARS, Recent
 from ...schemas.presence import Capabilities
 from ...schemas.weights import Staging, UpdateTiming, WeightSource
 from ..sources.sources import WeightSources
@@ -177,7 +176,7 @@ class Stager:
         self._jobs: dict[StageKey, _StagingJob] = {}
         self._current: tuple[_StagingJob, asyncio.Task[None]] | None = None
         self._is_due = asyncio.Event()
-        self._costs: OrderedDict[StageKey, StageCost] = OrderedDict()
+        self._costs = Recent[StageKey, StageCost](MAX_COSTS)
         self.stats = StagerStats()
 
     def set_desired(self, keys: Sequence[StageKey]) -> None:
@@ -270,10 +269,7 @@ class Stager:
         self._is_due.set()
 
     async def _run(self, job: _StagingJob) -> None:
-        cost = self._costs.setdefault(job.key, StageCost())
-        self._costs.move_to_end(job.key)
-        while len(self._costs) > MAX_COSTS:
-            self._costs.popitem(last=False)
+        cost = self._costs[job.key] = self.cost_of(job.key)
         began, last = time.monotonic(), self._sources.last_staged
         try:
             with command_boundary(f"stage {job.key.source}"):

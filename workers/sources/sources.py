@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ...bus.objects.reader import ObjectReader
 from ...schemas.errors import ControlCode, ControlError, bad_source, storage_failure
-from ...schemas.limits import MAX_LORAS
+from ...schemas.limits import MAX_LORAS, Recent
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion, Staging, WeightSource
 from .checkpoint import (
@@ -97,20 +97,16 @@ class StagedFolders:
         self.store = store
         self.is_adapter = is_adapter
         self._hasher = hasher
-        self._max_watched = max_watched
         self._max_held = max_held
         # Folders that paths named, as they were hashed. The folder that was read last is the last one.
-        self._watched: dict[Path, Watched] = {}
-        self._known: dict[str, _KnownFolder] = {}
+        self._watched = Recent[Path, Watched](max_watched)
+        self._known = Recent[str, _KnownFolder](MAX_KNOWN)
         self._holds: dict[str, Hold] = {}
 
     def add(self, objects: str, hold: Hold, content: str, *, is_published: bool) -> Path:
         """Record the folder of a source and the digest of its weights, hold the folder and return its path."""
         expires_at = math.inf if is_published else time.monotonic() + UPLOAD_GOOD_S
-        self._known.pop(objects, None)
         self._known[objects] = _KnownFolder(hold.digest, content, expires_at)
-        while len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
         self._hold(hold)
         return hold.folder
 
@@ -139,7 +135,7 @@ class StagedFolders:
         watched = self._watched.get(content.folder)
         if watched is None or watched.notes != content.notes:
             return None
-        self._watched[content.folder] = self._watched.pop(content.folder)
+        self._watched.move_to_end(content.folder)
         return watched.digest
 
     async def watch(self, path: str, content: FolderContent, progress: Progress, *, is_urgent: bool = False) -> str:
@@ -156,15 +152,12 @@ class StagedFolders:
             digest, read = await self._hasher.digest(content, progress, is_urgent=is_urgent)
             unread = {tensor.file for tensor in content.tensors.values()} - read
             await read_ahead({file: content.notes[file] for file in unread}, progress)
-        self._watched.pop(content.folder, None)
         self._watched[content.folder] = Watched(content.notes, digest)
-        if len(self._watched) > self._max_watched:
-            del self._watched[next(iter(self._watched))]
         return digest
 
     def expire_upload(self, folder: Path) -> None:
         """Expire an upload that is being used, so that it is compared with the object store before its next use."""
-        for name, known in self._known.items():
+        for name, known in list(self._known.items()):
             if known.digest == folder.name and known.expires_at != math.inf:
                 self._known[name] = known._replace(expires_at=-math.inf)
 
