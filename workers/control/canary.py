@@ -54,9 +54,8 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
         # Six digits are a thousand times finer than the tolerance of the comparison.
         logprobs=tuple(round(float(logprob), 6) for logprob in logprobs),
     )
-    if capabilities.routed_experts is None:
+    if (routing := capabilities.routed_experts) is None:
         return canary
-    routing = capabilities.routed_experts
     parts = [step.routed_experts for step in steps if step.routed_experts is not None]
     num_rows = sum(map(len, parts))
     if num_rows != expected_rows(request.prompt_len, 0, len(token_ids)):
@@ -64,12 +63,8 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
     rows = np.sort(np.concatenate(parts), axis=-1).astype(DTYPES[routing.dtype])
     if not rows.any():
         raise _make_unsound("has routed experts that are all zero, as if the engine had not captured them")
-    return Canary(
-        token_ids=canary.token_ids,
-        logprobs=canary.logprobs,
-        routed_experts=base64.b64encode(rows.tobytes()).decode(),
-        shape=(num_rows, routing.num_layers, routing.top_k),
-    )
+    shape = num_rows, routing.num_layers, routing.top_k
+    return replace(canary, routed_experts=base64.b64encode(rows.tobytes()).decode(), shape=shape)
 
 
 def scoring_request(request: GenerateRequest, canary: Canary) -> GenerateRequest:

@@ -68,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 Read = ReadExperts | ReadRequest
 """The read commands. They change nothing, so the worker answers a repeated command again."""
+_LANES: Final = {Abort: "quick", State: "quick", CancelWeightUpdate: "quick", CheckWeights: "check"}
+"""Lanes of one-off commands; `event` for all others."""
 READS_PER_S: Final = 20
 """Maximum answers of one worker per second to controllers, and to all other clients. An HTTP service with open pages
 sends three reads in 5 s."""
@@ -285,17 +287,13 @@ class CommandHandler:
                 # The desired state arrived before the command: the register may be applied already, and no later event
                 # would publish the ack.
                 self.publish_due_acks()
-        elif command.register is not None:
-            self._lanes["record"].put_nowait(received)
         elif isinstance(command, Restart):
             self._restart(received, command)
-        elif isinstance(command, Abort | State | CancelWeightUpdate):
-            self._lanes["quick"].put_nowait(received)
-        elif isinstance(command, CheckWeights):
-            self._end_older_checks(command)
-            self._lanes["check"].put_nowait(received)
         else:
-            self._lanes["event"].put_nowait(received)
+            if isinstance(command, CheckWeights):
+                self._end_older_checks(command)
+            lane = "record" if command.register is not None else _LANES.get(type(command), "event")
+            self._lanes[lane].put_nowait(received)
 
     def _restart(self, received: ReceivedCommand, command: Restart) -> None:
         incarnation = self._lifecycle.incarnation

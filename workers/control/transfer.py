@@ -88,8 +88,7 @@ class Transfer:
         Raises:
             ControlError: `unsupported`, `engine_error`, `timeout`; `transfer_held`: another owner has a transfer open.
         """
-        self._check_supported()
-        self._check_owner(by)
+        self._check_may_begin(by)
         engine, deadline = self._in_flight.runner.engine, Deadline(command.timeout_s)
         lease = self._open_lease or self._new_lease(command.id, by)
         await self._call(
@@ -105,8 +104,7 @@ class Transfer:
             ControlError: `unsupported`, `transfer_held`, `timeout` of the stop, or `engine_error` without an open
                 transfer: the weights are unchanged. After any other error the transfer has ended.
         """
-        self._check_supported()
-        self._check_owner(by)
+        self._check_may_begin(by)
         deadline = Deadline(command.timeout_s)
         if not self._weights.is_transferring:
             await self._weights.stop(command.mode, deadline)
@@ -310,10 +308,8 @@ class Transfer:
         now = time.monotonic()
         return TransferLease(transfer, by, now, now, self._heard_at(by))
 
-    def _check_owner(self, by: str) -> None:
-        if (found := self.open) is not None:
-            check_continues(found, None, by)
-
-    def _check_supported(self) -> None:
+    def _check_may_begin(self, by: str) -> None:
         if not self._in_flight.runner.engine.capabilities.weight_transfer:
             raise ControlError(ControlCode.UNSUPPORTED, "this engine does not support weight transfer")
+        if (found := self.open) is not None:
+            check_continues(found, None, by)
