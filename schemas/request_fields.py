@@ -74,7 +74,7 @@ def check_fits(request: GenerateRequest, capabilities: Capabilities) -> None:
         InvalidRequest: the request exceeds a limit; the error names the field and the allowed range.
     """
     check_prompt(request, capabilities)
-    _check_room(request, capabilities.max_model_len)
+    check_room(request, capabilities.max_model_len)
 
 
 def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
@@ -96,7 +96,12 @@ def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
         raise InvalidRequest(f"prompt_token_ids[{at}]", f"is {int(ids[at])}", _show_range(capabilities))
 
 
-def _check_room(request: GenerateRequest, max_model_len: int) -> None:
+def check_room(request: GenerateRequest, max_model_len: int) -> None:
+    """Check that the tokens to generate fit into the model beside the prompt.
+
+    Raises:
+        InvalidRequest: `sampling.max_tokens` or `sampling.min_tokens` is too large.
+    """
     room = max_model_len - request.prompt_len
     for name, low in (("max_tokens", 1), ("min_tokens", 0)):
         value = getattr(request.sampling, name)

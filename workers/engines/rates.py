@@ -5,6 +5,7 @@ The caller passes the time. See `schemas.presence.EngineStats`.
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 NUM_SPANS: Final = 64
@@ -16,6 +17,12 @@ MIN_PREFILL: Final = 64
 """Prompt tokens of a step from which the prefill speed is measured. Fewer, as those of a canary, take about as long as
 a step without any. A worker that has computed nothing else would seem ten times slower than it is.
 """
+
+
+def sum_rates(rates: Iterable[float | None]) -> float | None:
+    """Return the sum of the measured rates; None: none was measured."""
+    measured = [rate for rate in rates if rate is not None]
+    return round(sum(measured), 3) if measured else None
 
 
 class PrefixAge:

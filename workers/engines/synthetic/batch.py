@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
 from ....schemas.presence import EngineStats
-from ..rates import TokenRates
+from ..rates import TokenRates, sum_rates
 from .model import MULTIPLIER, Prefilled, Running, SyntheticKv, SyntheticModel, SyntheticWeights, mix
 
 Column = npt.NDArray[np.uint64]
@@ -87,7 +87,6 @@ class SyntheticBatch:
 
     def stats(self, num_prefilling: int, num_waiting: int) -> EngineStats:
         """Return the load of the engine, which also has these requests outside of the batch."""
-        prefill, decode = self.rates.prefill, self.rates.decode
         # The last token of each request is not in the KV cache.
         num_computed = int(self._table["prompt"].sum() + self._table["count"].sum()) - len(self)
         return EngineStats(
@@ -95,8 +94,8 @@ class SyntheticBatch:
             running=len(self) + num_prefilling,
             waiting=num_waiting,
             preemptions=self._num_preemptions,
-            prefill_tokens_per_s=None if prefill is None else round(prefill, 3),
-            decode_tokens_per_s=None if decode is None else round(decode, 3),
+            prefill_tokens_per_s=sum_rates([self.rates.prefill]),
+            decode_tokens_per_s=sum_rates([self.rates.decode]),
             kv_cache_tokens=self._config.kv_cache_tokens,
         )
 

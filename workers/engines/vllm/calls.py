@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import operator
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ControlCode, ControlError, EngineDead, ForeignError, foreign_code
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 WORKERS_TIMEOUT_S = 3600.0
 """Timeout of a call to all vLLM worker processes; longer than any load of weights. After a timeout, vLLM would use the
 late answers for the next calls (v1/executor/multiproc_executor.py: collective_rpc), so no answer would be reliable."""
+
+
+@contextlib.contextmanager
+def engine_errors() -> Iterator[None]:
+    """Raise `EngineDead` for the errors with which vLLM reports that its engine core has ended."""
+    import zmq
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except (EngineDeadError, zmq.ZMQError) as exc:
+        raise EngineDead(f"the engine has ended: {type(exc).__name__}: {exc}") from exc
 
 
 def check_supported(refusal: str | None) -> None:
@@ -68,19 +80,14 @@ class Calls:
             ControlError: `unsupported`: this release lacks the method; `engine_error`: the method raised an error.
             EngineDead: the engine has ended.
         """
-        import zmq
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             method = operator.attrgetter(name)(self._llm)
         except AttributeError:
             raise ControlError(ControlCode.UNSUPPORTED, f"this release of vLLM has no {name}") from None
         async with self.until_death():
             try:
-                with foreign_code(EngineDeadError, zmq.ZMQError):
+                with foreign_code(EngineDead), engine_errors():
                     return await method(*args, **options)
-            except (EngineDeadError, zmq.ZMQError) as exc:
-                raise EngineDead(f"the engine has ended: {type(exc).__name__}: {exc}") from exc
             except ForeignError as exc:
                 # vLLM raises errors of the engine core as plain Exceptions (core_client.py: _process_utility_output).
                 raise ControlError(ControlCode.ENGINE_ERROR, f"vLLM failed the call: {exc.cause}") from exc

@@ -5,18 +5,21 @@ only at the end of a request.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import EngineDead, InvalidRequest
 from ....schemas.presence import EngineStats
 from ....schemas.request import GenerateRequest
-from ..rates import PrefixAge, TokenRates
+from ..rates import PrefixAge, TokenRates, sum_rates
+from .calls import engine_errors
 from .corrections import RECOMPUTED_AT
 from .kv.config import is_decode_phase
 from .loads import LoadSerials
@@ -121,39 +124,28 @@ class LoadMeter:
         size.
         """
         replicas = self._replicas.values()
-        prefill = [rate for one in replicas if (rate := one.rates.prefill) is not None]
-        decode = [rate for one in replicas if (rate := one.rates.decode) is not None]
         rates = EngineStats(
-            prefill_tokens_per_s=round(sum(prefill), 3) if prefill else None,
-            decode_tokens_per_s=round(sum(decode), 3) if decode else None,
+            prefill_tokens_per_s=sum_rates(one.rates.prefill for one in replicas),
+            decode_tokens_per_s=sum_rates(one.rates.decode for one in replicas),
         )
         if not self._has_stats:
             # With the engine argument `disable_log_stats`, the engine cores report no state.
             return rates
         use = sum(one.kv_cache_use for one in replicas) / len(replicas)
-        return EngineStats(
+        return replace(
+            rates,
             kv_cache_use=round(min(max(use, 0.0), 1.0), 6),
             running=sum(one.running for one in replicas),
             waiting=sum(one.waiting for one in replicas),
             preemptions=self._preemptions,
             prefix_cache_queries=self._queries,
             prefix_cache_hits=self._hits,
-            prefill_tokens_per_s=rates.prefill_tokens_per_s,
-            decode_tokens_per_s=rates.decode_tokens_per_s,
             kv_cache_tokens=self._kv_cache_tokens,
         )
 
 
 class DrainMarker(asyncio.Event):
     """A marker in the output queue, set by the reader that reaches it: it has read every output before the marker."""
-
-
-def _trace_headers(request: GenerateRequest) -> dict[str, str] | None:
-    """Return the trace context of a request in vLLM's form; None: the request has none."""
-    if request.traceparent is None:
-        return None
-    state = {} if request.tracestate is None else {"tracestate": request.tracestate}
-    return {"traceparent": request.traceparent, **state}
 
 
 class CoreFeed:
@@ -182,14 +174,9 @@ class CoreFeed:
             InvalidRequest: vLLM rejects the request; it did not reach the engine.
             EngineDead: the engine is dead.
         """
-        import zmq
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         core_request = self.convert(engine_id, request, params)
-        try:
+        with engine_errors():
             await self._core.add_request_async(core_request)
-        except (EngineDeadError, zmq.ZMQError) as exc:
-            raise EngineDead(f"the engine did not accept the request: {exc}") from exc
 
     def convert(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> "EngineCoreRequest":
         """Convert a request to a request of the engine core, which also validates it with vLLM's checks.
@@ -204,10 +191,11 @@ class CoreFeed:
         salt = self._loaded.salt_of(request, takes_kv=is_decode_phase(params))
         prompt = tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
         has_priorities = self._llm.vllm_config.scheduler_config.policy == "priority"
+        trace = {name: value for name in ("traceparent", "tracestate") if (value := getattr(request, name)) is not None}
         options: dict[str, Any] = {
             "lora_request": None if adapter is None else adapter.lora_request,
             "priority": request.priority if has_priorities else 0,
-            "trace_headers": _trace_headers(request),
+            "trace_headers": trace if request.traceparent is not None else None,
         }
         try:
             return self._llm.input_processor.process_inputs(engine_id, prompt, params, self._supported_tasks, **options)
@@ -221,20 +209,16 @@ class CoreFeed:
 
         The engine core sends no such output, so this puts it into the queue.
         """
-        import zmq
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
         from vllm.v1.engine import FinishReason as VllmFinishReason
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         if not engine_ids:
             return
         ends = [EngineCoreOutput(i, [], finish_reason=VllmFinishReason.ABORT) for i in engine_ids]
         self._core.outputs_queue.put_nowait(EngineCoreOutputs(outputs=ends))
-        try:
+        # `next` reports the death of the engine.
+        with contextlib.suppress(EngineDead), engine_errors():
             await self._core.abort_requests_async(list(engine_ids))
-        except (EngineDeadError, zmq.ZMQError):
-            # `next` reports the death of the engine.
-            return
 
     async def next(self) -> list[StepOutput]:
         """Return the output that one step of the engine core added to all requests.

@@ -102,17 +102,6 @@ def routing_refusal(config: Any) -> str | None:
     return cpu_refusal() or f"the engine was started with the engine argument '{ARGUMENT}': false"
 
 
-def vllm_refusal(error: Exception) -> str | None:
-    """Return a message for an error by which vLLM rejects routed experts, with the next step; None: another error."""
-    message = str(error)
-    if not any(text in message for text in VLLM_REFUSALS):
-        return None
-    return (
-        f"vLLM cannot return routed experts with these engine arguments: {message}. "
-        f"The engine argument '{ARGUMENT}': false starts the engine without routed experts"
-    )
-
-
 class Launch:
     """One attempt to start an engine.
 
@@ -310,10 +299,12 @@ def engine_config(args: "AsyncEngineArgs") -> "VllmConfig":
     try:
         return args.create_engine_config()
     except ValueError as exc:
-        refusal = vllm_refusal(exc)
-        if refusal is None:
+        if not any(text in str(exc) for text in VLLM_REFUSALS):
             raise
-        raise EngineDead(refusal) from exc
+        raise EngineDead(
+            f"vLLM cannot return routed experts with these engine arguments: {exc}. "
+            f"The engine argument '{ARGUMENT}': false starts the engine without routed experts"
+        ) from exc
 
 
 def _choose_routing(given: Mapping[str, Any], *, has_experts: bool) -> bool:
