@@ -259,15 +259,15 @@ class EngineRunner:
             EngineDead: the engine did not start.
         """
         await self.engine.start()
-        able = (
-            "request_groups",
-            "group_backlog",
-            "telemetry_reads",
-            "transfer_leases",
-            "base_adapters",
-            "request_lists",
+        self.capabilities = replace(
+            self.engine.capabilities,
+            request_groups=True,
+            group_backlog=True,
+            telemetry_reads=True,
+            transfer_leases=True,
+            base_adapters=True,
+            request_lists=True,
         )
-        self.capabilities = replace(self.engine.capabilities, **dict.fromkeys(able, True))
 
     async def run(self, on_steps: Callable[[Sequence[RequestStep | TokenBatch]], None]) -> NoReturn:
         """Pass the output of each engine step to `on_steps`, until the engine dies.

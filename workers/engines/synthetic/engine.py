@@ -295,8 +295,7 @@ class SyntheticEngine:
         self._check_alive()
         fault = self.faults.load if self._num_loads >= self.faults.good_loads else None
         await asyncio.sleep(self.faults.load_s)
-        if fault == "refused":
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine rejected the load, as configured")
+        _fail_if(fault == "refused", "rejected the load")
         weights = SyntheticWeights.of(await asyncio.to_thread(checksum_of, path))
         if fault == "hangs":
             self._weights = DROPPED
@@ -319,8 +318,7 @@ class SyntheticEngine:
     async def start_weight_update(self) -> None:
         """Begin to receive weights. From here on the weights are half written."""
         self._check_alive()
-        if self.faults.start_transfer:
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine rejected the weight transfer, as configured")
+        _fail_if(self.faults.start_transfer, "rejected the weight transfer")
         self._received = ReceivedWeights()
         self._weights = DROPPED
 
@@ -360,8 +358,7 @@ class SyntheticEngine:
     async def load_lora(self, name: str, path: Path, version: int) -> None:
         """Use the checksum of the files as the adapter."""
         self._check_alive()
-        if self.faults.load_lora:
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine rejected the adapter, as configured")
+        _fail_if(self.faults.load_lora, "rejected the adapter")
         if name not in self._loras and len(self._loras) >= self._config.max_loras:
             raise ControlError(ControlCode.ENGINE_ERROR, f"{self._config.max_loras} adapters are loaded, the maximum")
         checksum = await asyncio.to_thread(checksum_of, path)
@@ -371,8 +368,7 @@ class SyntheticEngine:
     async def unload_lora(self, name: str) -> None:
         """Unload the adapter."""
         self._check_alive()
-        if self.faults.unload_lora:
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine did not unload the adapter, as configured")
+        _fail_if(self.faults.unload_lora, "did not unload the adapter")
         self._loras.pop(name, None)
 
     # Memory
@@ -399,3 +395,8 @@ class SyntheticEngine:
         """Return the process that `faults.memory_file` names while that file exists."""
         file = None if self.faults.memory_file is None else Path(self.faults.memory_file)
         return None if file is None or not file.exists() else f"GPU in use by pid {file.read_text().strip()}"
+
+
+def _fail_if(is_faulty: bool, what: str) -> None:
+    if is_faulty:
+        raise ControlError(ControlCode.ENGINE_ERROR, f"the engine {what}, as configured")
