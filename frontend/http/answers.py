@@ -77,8 +77,9 @@ class AnswerChoice:
             text, kept, stop = delta.text, delta.kept, delta.stop
         self.num_tokens += kept
         # The last token has no row, because no later engine step processed it.
-        update = Update(text, tokens.cut(kept, self.request.prompt_len + self.num_tokens - 1))
-        self.cached_tokens = tokens.cached_tokens
+        if kept < len(ids):
+            tokens = tokens.cut(kept, self.request.prompt_len + self.num_tokens - 1)
+        self.cached_tokens, update = tokens.cached_tokens, Update(text, tokens)
         if stop is not None:
             self.finish_reason, self.stop_reason = bus.FinishReason.STOP, stop
         elif tokens.finish_reason is not None:

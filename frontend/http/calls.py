@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from itertools import compress, repeat
+from types import GeneratorType
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -115,19 +117,22 @@ class JsonPieces(_Unsized):
 
 def in_pieces(fields: Mapping[str, Any]) -> dict[str, Iterator[bytes]]:
     """Return the fields whose values are JSON in pieces."""
-    return {name: value for name, value in fields.items() if hasattr(value, "__next__")}
+    return dict(compress(fields.items(), map(isinstance, fields.values(), repeat(GeneratorType))))
 
 
 def object_json(fields: JsonObject) -> Iterator[bytes]:
     """Yield a JSON object: first its values, and then those that are JSON in pieces."""
     pieces = in_pieces(fields)
-    data = msgspec.json.encode({name: fields[name] for name in fields if name not in pieces} if pieces else fields)
-    before = data[:-1] + (b"," if len(pieces) < len(fields) else b"") if pieces else data
+    if not pieces:
+        yield msgspec.json.encode(fields)
+        return
+    before = msgspec.json.encode({name: fields[name] for name in fields if name not in pieces})[:-1]
+    before += b"," if len(pieces) < len(fields) else b""
     for name, value in pieces.items():
         yield b'%b"%b":' % (before, name.encode())
         yield from value
         before = b","
-    yield b"}" if pieces else before
+    yield b"}"
 
 
 def objects_json(objects: Iterable[JsonObject]) -> Iterator[bytes]:

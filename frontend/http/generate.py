@@ -12,7 +12,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...schemas import limits
 from ...schemas.checks import describe
 from ...schemas.decoding import JsonObject
 from ..tokenization import Tokenizer
@@ -216,9 +215,7 @@ async def generate(service: Service, request: Request) -> Response:
     """Continue token ids. The answer is an event stream if the body sets `stream`."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), GenerateBody)
-    num_choices = min(max(body.sampling_params.n or 1, 1), limits.MAX_N)
-    prepare = partial(prepare_generate, service, request, body)
-    return await respond(service, request, body, GENERATE, prepare, num_choices=num_choices)
+    return await respond(service, request, body, GENERATE, partial(prepare_generate, service, request, body))
 
 
 async def prepare_generate(service: Service, request: Request, body: GenerateBody) -> AnswerWriter:

@@ -162,6 +162,11 @@ def check_stream_options(options: msgspec.Struct | None, stream: bool | None) ->
         raise invalid("stream_options", "is given without stream", "stream true")
 
 
+def count_samples(body: SamplingFields) -> int:
+    """Return the number of answers to each prompt of a body that is not checked yet."""
+    return min(max(body.n or 1, 1), limits.MAX_N)
+
+
 def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str = "") -> JsonObject:
     """Return the fields of `rollbus.SamplingParams` that the body sets.
 

@@ -10,9 +10,8 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from msgspec import Meta
@@ -147,8 +146,7 @@ class _Pattern:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """The text that some tokens add to an answer."""
 
     text: str

@@ -8,7 +8,9 @@ import itertools
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from itertools import compress, repeat
+from operator import attrgetter, is_not
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -27,7 +29,6 @@ from .requests import RequestTarget
 
 BLOCK: Final = 1024
 """Number of positions whose logprobs are converted to objects at a time."""
-Array = TypeVar("Array", bound=npt.NDArray[np.generic])
 
 
 class Scored(NamedTuple):
@@ -100,11 +101,7 @@ class Scores(msgspec.Struct, frozen=True):
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
         """Return consecutive parts as one."""
-        names = ("logprobs", "top_ids", "top_logprobs")
-        return cls(
-            np.concatenate([part.ids for part in parts]),
-            *(_join([getattr(part, name) for part in parts]) for name in names),
-        )
+        return cls(*(_join(parts, name) for name in cls.__struct_fields__))
 
 
 def _position(own_id: int, own_logprob: float, ids: Sequence[int], logprobs: Sequence[float]) -> list[Scored]:
@@ -124,9 +121,10 @@ def json_logprobs(logprobs: Float32s | None, here: slice = slice(None)) -> list[
     return values
 
 
-def _join(parts: Sequence[Array | None]) -> Array | None:
-    # Chunks without tokens have no array.
-    there = [part for part in parts if part is not None]
+def _join(parts: Sequence[object], name: str) -> Any:
+    """Return the arrays with this name of consecutive parts as one. Chunks without tokens have none."""
+    arrays = list(map(attrgetter(name), parts))
+    there = list(compress(arrays, map(is_not, arrays, repeat(None))))
     return np.concatenate(there) if there else None
 
 
@@ -244,16 +242,17 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         at = 0
         kv_from: int | None = -1
         for part in parts:
-            if len(part.ids) and part.kv_from != -1:
+            num_tokens = len(part.scores.ids)
+            if part.kv_from != -1 and num_tokens:
                 kv_from = None if part.kv_from is None else at + part.kv_from
-            at += len(part.ids)
+            at += num_tokens
         return replace(
             parts[-1],
             kv_from=kv_from,
             scores=Scores.joined([part.scores for part in parts]),
-            weight_versions=np.concatenate([part.weight_versions for part in parts]),
-            lora_versions=_join([part.lora_versions for part in parts]),
-            rows=_join([part.rows for part in parts]),
+            weight_versions=_join(parts, "weight_versions"),
+            lora_versions=_join(parts, "lora_versions"),
+            rows=_join(parts, "rows"),
             start=next((part.start for part in parts if part.rows is not None), parts[-1].start),
             masks=bus.TokenMasks.joined_of_all([part.masks for part in parts if len(part.ids)]),
             of_prompt=Scores.joined(of_prompt) if of_prompt else None,
@@ -278,6 +277,12 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 def _prompt_ids(request: bus.GenerateRequest) -> Int32s:
     return np.asarray(request.prompt_token_ids, "i4")
+
+
+def prompt_list(request: bus.GenerateRequest) -> list[int]:
+    """Return the token ids of a prompt for JSON."""
+    ids: list[int] = np.asarray(request.prompt_token_ids).tolist()
+    return ids
 
 
 def whole_rows(request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens) -> Rows | None:

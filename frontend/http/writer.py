@@ -9,7 +9,6 @@ from itertools import starmap
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,9 +24,10 @@ from .openai.parsers import AnswerParts, AnswerReader, CallPart
 from .openai.requests import Echo, EchoedScores, Options
 from .openai.shapes import AnswerShape, JsonParts, Namer, Reading, RequestClock, nvext_json, parts_json
 from .requests import Names, RequestTarget, id_headers, named_errors
+from .sampling import count_samples
 from .service import RequestAborted, Service
 from .text import AnswerText, text_of
-from .tokens import Scores, Tokens, Usage, prompt_logprobs_json, prompt_scores, whole_rows
+from .tokens import Scores, Tokens, Usage, prompt_list, prompt_logprobs_json, prompt_scores, whole_rows
 
 KEEP_ALIVE_S: Final = 15.0
 """Seconds without an event, while text is held back, after which a stream has a comment."""
@@ -289,8 +289,8 @@ class AnswerWriter:
         if len(part.tokens.ids):
             self.clock.token()
         is_first = not choice.has_begun
-        # The first event of the stream has the token ids of the prompt.
-        prompt = is_first and not any(each.has_begun for each in choices)
+        # The first event of the stream has the token ids of the prompt, if the request asks for them.
+        prompt = is_first and self.options.token_ids and not any(each.has_begun for each in choices)
         update = self._echo(choice, part, is_first=is_first)
         opening = self.shape.opening(choice.index) if is_first else None
         if opening is not None:
@@ -317,10 +317,11 @@ class AnswerWriter:
         """Return True if an event for this update has new content for the client."""
         if not self.shape.has_text:
             return True
+        if choice.finish_reason or (update.text if parts is None else parts):
+            return True
         options = self.options
         shows_tokens = options.token_ids or options.top_logprobs is not None or options.routed_experts
-        text = update.text if parts is None else parts
-        return bool(text or choice.finish_reason or (shows_tokens and len(update.tokens.ids)))
+        return bool(shows_tokens and len(update.tokens.ids))
 
     def _event(
         self,
@@ -332,8 +333,9 @@ class AnswerWriter:
         nvext: bytes = b"",
     ) -> bytes:
         """Return one event of a stream. If `shown` is None, the event has no choice and only the usage."""
-        if shown is not None and not (self.options.usage or prompt or nvext):
-            return b'data: %b,"choices":[%b]}\n\n' % (self._event_head, shown)
+        if shown is not None and not (self.options.usage or prompt):
+            more = b',"nvext":%b' % nvext if nvext else b""
+            return b'data: %b,"choices":[%b]%b}\n\n' % (self._event_head, shown, more)
         event = {**self._head(is_event=True), "choices": [] if shown is None else [msgspec.Raw(shown)]}
         if self.options.usage:
             is_due = shown is None or self.options.continuous_usage
@@ -374,7 +376,7 @@ class AnswerWriter:
         """Return the prompt's token ids, if the shape has them at this place and the request asks for token ids."""
         if not self.options.token_ids or self.shape.prompt_is_common is not of_answer:
             return {}
-        return {"prompt_token_ids": np.asarray(request.prompt_token_ids).tolist()}
+        return {"prompt_token_ids": prompt_list(request)}
 
 
 async def respond(
@@ -383,14 +385,13 @@ async def respond(
     body: Any,
     shape: AnswerShape,
     prepare: Callable[[], Awaitable[AnswerWriter]],
-    *,
-    num_choices: int,
+    count_choices: Callable[[Any], int] = lambda body: count_samples(body.sampling_params),
 ) -> Response:
     """Prepare the token requests of an HTTP request and answer it, as a stream if its body asks for one.
 
     Args:
         body: the decoded body. It has at least `request_id`, `model`, `stream` and `stream_options`.
-        num_choices: number of answers if the request is aborted before its token requests are open.
+        count_choices: returns the number of answers if the request is aborted before its token requests are open.
     """
     stream = bool(body.stream)
     try:
@@ -399,7 +400,7 @@ async def respond(
     except RequestAborted as error:
         with_usage = not stream or (body.stream_options is not None and bool(body.stream_options.include_usage))
         head = shape.head(error.request_id, body.model or error.model, None, int(time.time()), is_event=stream)
-        documents = _write_aborted(shape, head, num_choices, stream=stream, with_usage=with_usage)
+        documents = _write_aborted(shape, head, count_choices(body), stream=stream, with_usage=with_usage)
         first, *others = map(msgspec.json.encode, documents)
         headers = id_headers(error.request_id)
         return (

@@ -4,14 +4,13 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from .... import bus
 from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject, nearest
-from ....schemas.limits import MAX_N
 from ...tokenization import Tokenizer
 from .. import Settings
 from ..answers import Update
@@ -19,7 +18,7 @@ from ..body import LaxReader
 from ..chat import Chat, encode_chat, encode_text
 from ..errors import invalid, unsupported
 from ..requests import RequestTarget
-from ..sampling import SamplingFields, bus_sampling, check_stream_options, given_fields, sampling_names
+from ..sampling import SamplingFields, bus_sampling, check_stream_options, count_samples, given_fields, sampling_names
 from ..text import stop_strings
 from ..tokens import RowsJson, Scored, Scores, rows_json
 from .body import ChatBody, CommonBody, CompletionBody
@@ -35,8 +34,7 @@ TokenizerLoader = Callable[[], Awaitable[Tokenizer]]
 """Loads the model's tokenizer. Prompts of token ids do not need it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BodyPrompt:
+class BodyPrompt(NamedTuple):
     """One prompt."""
 
     token_ids: Sequence[int]
@@ -163,10 +161,10 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
 
 def count_choices(body: ChatBody | CompletionBody) -> int:
     """Return the number of answers to a body that is not checked yet."""
-    num_prompts, n = 1, min(max(body.n or 1, 1), MAX_N)
+    num_prompts = 1
     if isinstance(body, CompletionBody) and isinstance(body.prompt, list) and not given_values(body, *TOKENS):
         num_prompts = 1 if int in set(map(type, body.prompt)) else min(len(body.prompt), MAX_PROMPTS)
-    return num_prompts * n
+    return num_prompts * count_samples(body)
 
 
 def chat_tools(body: ChatBody) -> list[JsonObject] | None:

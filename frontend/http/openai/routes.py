@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import numpy as np
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +28,7 @@ from ..requests import (
 )
 from ..sampling import SamplingFields
 from ..service import HttpRoute, RouteTable, Service
+from ..tokens import prompt_list
 from ..writer import AnswerWriter, respond
 from .body import ChatBody, CompletionBody, check_served
 from .requests import (
@@ -103,7 +103,7 @@ def _rendered(body: AnyBody, job: AnswerWriter, request: bus.GenerateRequest) ->
         given["kv_hints"] = extra.pop("kv_hints")
     return {
         "request_id": request_id,
-        "token_ids": np.asarray(request.prompt_token_ids).tolist(),
+        "token_ids": prompt_list(request),
         "sampling_params": {**params, **extra, **computed},
         "model": job.target.name,
         "stream": bool(body.stream),
@@ -128,7 +128,7 @@ async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Re
             return await service.serve_turn(service, request, session, AskedTurn(body, data, ChatFormat()))
     prepared = partial(prepare_answer, service, request, body, clock)
     shape = CHAT if isinstance(body, ChatBody) else COMPLETION
-    return await respond(service, request, body, shape, prepared, num_choices=count_choices(body))
+    return await respond(service, request, body, shape, prepared, count_choices)
 
 
 class ChatFormat(StreamEnd):

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-import numpy as np
-
 from .... import bus
 from ....schemas.decoding import JsonObject
 from ...tokenization import Tokenizer, token_text
@@ -25,6 +23,7 @@ from ..tokens import (
     TopToken,
     json_logprobs,
     lists_json,
+    prompt_list,
     routed_experts_json,
     whole_rows,
 )
@@ -92,9 +91,11 @@ class Namer:
         """Return the names and logprobs of few tokens without alternatives, in a fraction of the time; None: others."""
         if not isinstance(scores, Scores) or scores.top_ids is not None or len(scores.ids) > BLOCK:
             return None
-        ids = scores.ids.tolist()
-        is_named = self._tokenizer is not None and not self._as_token_ids
-        names = list(map(self.name, ids)) if is_named else [f"token_id:{token_id}" for token_id in ids]
+        ids, tokenizer = scores.ids.tolist(), None if self._as_token_ids else self._tokenizer
+        if tokenizer is None:
+            names = [f"token_id:{token_id}" for token_id in ids]
+        else:
+            names = list(map(token_text, map(tokenizer.token_bytes, ids)))
         return names, json_logprobs(scores.logprobs)
 
     def bytes(self, token_id: int) -> bytes | None:
@@ -218,11 +219,10 @@ def nvext_json(
     Raises:
         HttpError: 502, rows of routed experts are missing.
     """
-    prompt_ids = np.asarray(request.prompt_token_ids).tolist()
     completion_ids = tokens.ids.tolist()
     fields: JsonObject = {}
     if "prompt_token_ids" in extra:
-        fields["prompt_token_ids"] = prompt_ids
+        fields["prompt_token_ids"] = prompt_list(request)
     for name in {"completion_token_ids", "token_ids"} & extra:
         fields[name] = completion_ids
     if "worker_id" in extra and tokens.worker is not None:
@@ -234,7 +234,7 @@ def nvext_json(
         fields["weight_version"] = int(tokens.weight_versions[-1]) if completion_ids else None
     engine: JsonObject | None = None
     if "engine_data" in extra:
-        engine = {"prompt_token_ids": prompt_ids, "completion_token_ids": completion_ids}
+        engine = {"prompt_token_ids": prompt_list(request), "completion_token_ids": completion_ids}
         engine["completion_logprobs"] = json_logprobs(tokens.scores.logprobs)
         engine["completion_weight_versions"] = tokens.weight_versions.tolist()
     rows = whole_rows(request, target, tokens) if extra & {"engine_data", "routed_experts"} else None
@@ -268,7 +268,7 @@ class Reading:
         return AnswerReader(
             self.plan.answer_parser,
             self.question,
-            np.asarray(request.prompt_token_ids).tolist(),
+            prompt_list(request),
             show_reasoning=self.body.include_reasoning is not False,
             one_call=self.body.parallel_tool_calls is False,
         )

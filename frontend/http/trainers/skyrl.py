@@ -14,7 +14,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....schemas import limits
 from ....schemas.decoding import JsonObject
 from ....schemas.limits import NonEmptyName as Name
 from ....schemas.limits import Version
@@ -60,8 +59,7 @@ async def generate(service: Service, request: Request) -> Response:
         features=given.features,
     )
     prepare = partial(_prepare, service, request, body, with_support=bool(given.return_sample_support))
-    num_choices = min(max(body.sampling_params.n or 1, 1), limits.MAX_N)
-    return await respond(service, request, body, WITH_ROWS, prepare, num_choices=num_choices)
+    return await respond(service, request, body, WITH_ROWS, prepare)
 
 
 async def _prepare(service: Service, request: Request, body: GenerateBody, *, with_support: bool) -> AnswerWriter:
