@@ -415,7 +415,7 @@ async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator
                 workers.can_lose_some, workers.rule = True, fleet.restarts
                 yield login
         finally:
-            announcer.end_all()
+            announcer.end()
         watch.cancel()
 
 

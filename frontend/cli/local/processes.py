@@ -15,7 +15,8 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from ....bus.nats.connection import connected, publish, subscribe
@@ -86,16 +87,6 @@ GIVE_UP_S: Final = 2.0
 """Seconds for the last presence of a worker that is not started again. The server may have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """A start of a worker's process."""
-
-    incarnation: str
-    why: str
-    at: float
-    """Time at which the process is started."""
-
-
 class StartAnnouncer:
     """Publishes presence of workers whose processes cannot yet: they start, or wait for their restart.
 
@@ -123,38 +114,35 @@ class StartAnnouncer:
         self._subjects = Subjects(fleet)
         self._model = model
         self._start_timeout_s = start_timeout_s
-        self._starts: dict[str, _Start] = {}
-        self._announcing: dict[str, asyncio.Task[None]] = {}
+        self._starts: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        """The incarnation of the process that is or will be started, and the task that announces it, by worker."""
 
     def incarnation(self, worker: str) -> str:
         """Return the first incarnation of the process that is started now, and announce it."""
         if worker not in self._starts:
             self.begin(worker)
-        return self._starts[worker].incarnation
+        return self._starts[worker][0]
 
     def begin(self, worker: str, why: str = "", delay_s: float = 0.0) -> None:
         """Announce that a process of the worker is started in `delay_s` seconds, and why."""
         self.end(worker)
-        start = self._starts[worker] = _Start(uuid.uuid4().hex[:8], why, time.monotonic() + delay_s)
-        self._announcing[worker] = self._tasks.create_task(self._announce(worker, start), name=f"announce {worker}")
+        incarnation = uuid.uuid4().hex[:8]
+        announcing = self._announce(worker, incarnation, why, time.monotonic() + delay_s)
+        self._starts[worker] = incarnation, self._tasks.create_task(announcing, name=f"announce {worker}")
 
     def on_presence(self, workers: Sequence[WorkerPresence]) -> None:
         """End the announcements of `workers` whose processes publish presence."""
         for presence in workers:
-            start = self._starts.get(presence.worker)
-            if start is not None and start.incarnation == presence.incarnation and not is_announcement(presence):
+            announced, _ = self._starts.get(presence.worker, (None, None))
+            if announced == presence.incarnation and not is_announcement(presence):
                 self.end(presence.worker)
 
-    def end(self, worker: str) -> None:
-        """Announce the worker no longer."""
-        self._starts.pop(worker, None)
-        if (task := self._announcing.pop(worker, None)) is not None:
-            task.cancel()
-
-    def end_all(self) -> None:
-        """Announce no worker any longer."""
-        for worker in list(self._starts):
-            self.end(worker)
+    def end(self, *workers: str) -> None:
+        """Announce these workers no longer; without arguments: no worker."""
+        for worker in workers or [*self._starts]:
+            _, announcing = self._starts.pop(worker, (None, None))
+            if announcing is not None:
+                announcing.cancel()
 
     async def give_up(self, worker: str, why: str) -> None:
         """Publish that the worker is not started again, so that requests for it fail."""
@@ -170,7 +158,8 @@ class StartAnnouncer:
         except (BusBroken, TimeoutError) as exc:
             logger.warning("worker.announce_failed worker=%s error=%s", worker, exc)
 
-    async def _announce(self, worker: str, start: _Start) -> None:
+    async def _announce(self, worker: str, incarnation: str, why: str, at: float) -> None:
+        """Announce a process that is started at `at` on `time.monotonic()`."""
         try:
             name, is_asked = f"{WORKER_CONNECTION}{worker}", asyncio.Event()
 
@@ -181,10 +170,10 @@ class StartAnnouncer:
                 await subscribe(nats, self._subjects.ping, answer)
                 while True:
                     is_asked.clear()
-                    left_s = start.at - time.monotonic()
-                    why = f"{start.why} in {left_s:.0f} s" if left_s > 0 else start.why or None
+                    left_s = at - time.monotonic()
+                    reason = f"{why} in {left_s:.0f} s" if left_s > 0 else why or None
                     awaited_s = max(self._start_timeout_s + left_s, 0.0)
-                    presence = self._presence(worker, start.incarnation, WorkerState.STARTING, awaited_s, why)
+                    presence = self._presence(worker, incarnation, WorkerState.STARTING, awaited_s, reason)
                     await publish(nats, self._subjects.presence(worker), encode_json(presence))
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(ANNOUNCE_EVERY_S):
@@ -227,23 +216,6 @@ class WorkerDied(CommandFailed):
     """A worker exited although this command did not stop it."""
 
 
-@dataclass(slots=True)
-class Workers:
-    """The workers of one command, with their rules and counts."""
-
-    can_lose_some: bool = False
-    """True if a worker that ended and is not restarted is only reported while other workers remain. Otherwise its end
-    stops all workers."""
-    rule: RestartRule | None = None
-    """Rule for restarts of workers that exit unexpectedly. None: no restarts."""
-    living: int = 0
-    """Number of running workers."""
-    remaining: int = 0
-    """Number of workers that run or will be started again."""
-    announcer: StartAnnouncer | None = None
-    """Announces workers whose processes start. None: the processes announce themselves."""
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """Name, command line and environment of a process to start."""
@@ -253,103 +225,52 @@ class ProcessSpec:
     env: Mapping[str, str]
 
 
-@asynccontextmanager
-async def run_workers(
-    specs: Sequence[ProcessSpec],
-    on_line: Callable[[str, str], None],
-    on_end: Callable[[str, str], None] | None = None,
-    *,
-    announcer: StartAnnouncer | None = None,
-    stop_s: float = STOP_S,
-) -> AsyncIterator[Workers]:
-    """Run workers while the body runs. Stop all workers when the body ends.
-
-    If a worker exits unexpectedly, all workers are stopped too. The body can change this. After it has set `rule`, the
-    worker is started again. After it has set `can_lose_some`, the other workers continue without a worker that is not
-    started again. `on_end` is called in both cases.
-
-    Args:
-        specs: commands of the workers. `--parent-pipe FD` is added to each command.
-        on_line: called with the name of the worker and each line that it prints.
-        on_end: called with the name of a worker that ended, and a text that states whether it is started again.
-            None: `on_line` is called instead.
-        announcer: announces workers whose processes start. `--incarnation ID` is added to each command.
-        stop_s: seconds from SIGTERM to SIGKILL.
-
-    Raises:
-        ExceptionGroup: contains the errors of the body, and `WorkerDied` if a worker exited unexpectedly.
-    """
-    workers = Workers(remaining=len(specs), announcer=announcer)
-    watches: dict[asyncio.Task[None], _SupervisedWorker] = {}
-    read_end, write_end = os.pipe()
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            try:
-                for spec in specs:
-                    worker = _SupervisedWorker(spec, workers, on_line, on_end or on_line, read_end)
-                    await worker.start()
-                    watches[tasks.create_task(worker.run(), name=f"watch {spec.name}")] = worker
-                yield workers
-            finally:
-                await _stop(watches, stop_s)
-    finally:
-        os.close(read_end)
-        os.close(write_end)
-
-
-async def run_tool(spec: ProcessSpec) -> None:
-    """Run a command to its end.
-
-    Cancellation: kills the command.
-
-    Raises:
-        CommandFailed: the command failed. The message has the last line that it printed.
-    """
-    tool = await _ChildProcess.start(spec, lambda _name, _line: None)
-    exit_code = await tool.wait()
-    if exit_code != 0:
-        last = tool.tail[-1] if tool.tail else "it printed nothing"
-        raise CommandFailed(f"{spec.name} {end_text(exit_code)}: {last}")
-
-
 class _ChildProcess:
-    """A process in its own session, and its last lines of output.
+    """A process in its own session, which reads its output line by line and stores the last lines.
 
     Because of the session, Ctrl-C on the terminal reaches only this process, which then stops the child in order. The
     child leads a process group, so that a kill of a worker also kills its engine.
+
+    The pipe of the output does not belong to asyncio. With a pipe of asyncio, a process would not count as ended while
+    another process that it started still has the pipe open.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, output: "_Output") -> None:
-        self._process = process
-        self._output = output
+    _process: asyncio.subprocess.Process
+    """The process, which `start` starts."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self.started_at = time.monotonic()
+        self.tail: deque[str] = deque(maxlen=LOG_LINES)
+        """The last lines that the process printed."""
+        self._on_line = on_line
+        self._rest = b""
+        self._loop = asyncio.get_running_loop()
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._loop.add_reader(self._read_end, self._read)
 
     @classmethod
     async def start(
         cls, spec: ProcessSpec, on_line: Callable[[str, str], None], *arguments: str, pass_fds: Sequence[int] = ()
     ) -> "_ChildProcess":
-        output = _Output(lambda line: on_line(spec.name, line))
-        with contextlib.ExitStack() as unless_started:
-            unless_started.callback(output.close)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *spec.command,
-                    *arguments,
-                    env=spec.env,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output.write_end,
-                    stderr=output.write_end,
-                    pass_fds=pass_fds,
-                    start_new_session=True,
-                )
-            finally:
-                os.close(output.write_end)
-            unless_started.pop_all()
-        return cls(process, output)
-
-    @property
-    def tail(self) -> Sequence[str]:
-        """The last lines that the process printed."""
-        return self._output.tail
+        self = cls(partial(on_line, spec.name))
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                *arguments,
+                env=spec.env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=self._write_end,
+                stderr=self._write_end,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(self._write_end)
+        return self
 
     async def wait(self) -> int:
         """Wait for the end of the process, kill the rest of its process group, and return its exit code.
@@ -363,31 +284,14 @@ class _ChildProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
-            self._output.close()
+            self._close()
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
-
-class _Output:
-    """Reads the output of a process line by line and stores its last lines.
-
-    The pipe does not belong to asyncio. With a pipe of asyncio, a process would not count as ended while another
-    process that it started still has the pipe open.
-    """
-
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        self.tail: deque[str] = deque(maxlen=LOG_LINES)
-        self._on_line = on_line
-        self._rest = b""
-        self._loop = asyncio.get_running_loop()
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-        self._loop.add_reader(self._read_end, self._read)
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """Read the remaining output and close the read end of the pipe."""
         while self._read():
             pass
@@ -417,108 +321,154 @@ class _Output:
         self._on_line(line)
 
 
-class _SupervisedWorker:
-    """One of several workers: its current process and the processes that replace it.
+@dataclass(slots=True)
+class Workers:
+    """The workers of one command: their rules, counts and processes."""
 
-    Args:
-        pipe: read end of the pipe that closes when this process ends.
-    """
+    on_line: Callable[[str, str], None]
+    on_end: Callable[[str, str], None]
+    announcer: StartAnnouncer | None
+    """Announces workers whose processes start. None: the processes announce themselves."""
+    pipe: int
+    """Read end of the pipe that closes when this process ends."""
+    remaining: int
+    """Number of workers that run or will be started again."""
+    can_lose_some: bool = False
+    """True if a worker that ended and is not restarted is only reported while other workers remain. Otherwise its end
+    stops all workers."""
+    rule: RestartRule | None = None
+    """Rule for restarts of workers that exit unexpectedly. None: no restarts."""
+    running: dict[str, _ChildProcess] = field(default_factory=dict)
+    is_stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        workers: Workers,
-        on_line: Callable[[str, str], None],
-        on_end: Callable[[str, str], None],
-        pipe: int,
-    ) -> None:
-        self._spec = spec
-        self._workers = workers
-        self._on_line = on_line
-        self._on_end = on_end
-        self._pipe = pipe
-        self._restarts: Restarts | None = None
-        self._is_stopping = asyncio.Event()
-        self._process: _ChildProcess | None = None
-        self._started_at = 0.0
+    @property
+    def living(self) -> int:
+        """Number of running workers."""
+        return len(self.running)
 
-    async def start(self) -> None:
-        """Start a process of the worker."""
-        self._started_at = time.monotonic()
-        arguments = ["--parent-pipe", str(self._pipe)]
-        if self._workers.announcer is not None:
-            arguments += ["--incarnation", self._workers.announcer.incarnation(self._spec.name)]
-        self._process = await _ChildProcess.start(self._spec, self._on_line, *arguments, pass_fds=(self._pipe,))
-        self._workers.living += 1
+    async def start(self, spec: ProcessSpec) -> _ChildProcess:
+        """Start a process of a worker."""
+        arguments = ["--parent-pipe", str(self.pipe)]
+        if self.announcer is not None:
+            arguments += ["--incarnation", self.announcer.incarnation(spec.name)]
+        process = await _ChildProcess.start(spec, self.on_line, *arguments, pass_fds=(self.pipe,))
+        self.running[spec.name] = process
+        if self.is_stopping.is_set():
+            process.terminate()
+        return process
 
     def stop(self) -> None:
-        """Send SIGTERM to the worker, and do not start it again."""
-        self._is_stopping.set()
-        if self._process is not None:
-            self._process.terminate()
+        """Send SIGTERM to all workers, and start none again."""
+        self.is_stopping.set()
+        for process in self.running.values():
+            process.terminate()
 
-    async def run(self) -> None:
-        """Wait for the end of the worker's process and start it again, as long as the rule allows this.
+    async def watch(self, spec: ProcessSpec, process: _ChildProcess) -> None:
+        """Wait for the end of a worker's process and start it again, as long as the rule allows this.
 
         Raises:
             WorkerDied: the worker ended and is not started again, and it was the last worker or `can_lose_some` is not
                 set.
         """
-        while self._process is not None:
-            process = self._process
+        restarts: Restarts | None = None
+        while True:
             exit_code = await process.wait()
-            self._process = None
-            self._workers.living -= 1
-            if self._is_stopping.is_set():
+            del self.running[spec.name]
+            if self.is_stopping.is_set():
                 return
-            delay_s = self._delay_s(exit_code)
-            if delay_s is None:
-                await self._give_up(exit_code, process.tail)
+            delay_s, now, end = None, time.monotonic(), end_text(exit_code)
+            if self.rule is not None:
+                restarts = restarts or Restarts(self.rule)
+                delay_s = restarts.delay_s(exit_code, lived_s=now - process.started_at, now=now)
+            limit = f" ({restarts})" if restarts else ""
+            # The last line of a killed process is not the cause.
+            last = f"; its last line: {process.tail[-1]}" if process.tail and exit_code >= 0 else ""
+            if restarts is None or delay_s is None:
+                await self._give_up(spec.name, exit_code, limit)
+                if not (self.can_lose_some and self.remaining):
+                    tail = "".join(f"\n  {line}" for line in process.tail)
+                    raise WorkerDied(f"worker {spec.name} {end}; its last lines:{tail or ' none'}")
+                self.on_end(spec.name, f"{end}; workers left: {self.living}; not started again{limit}{last}")
                 return
-            if self._workers.announcer is not None and self._restarts is not None:
-                why = f"{end_text(exit_code)}; {self._restarts.current}"
-                self._workers.announcer.begin(self._spec.name, why, delay_s)
-            again = f"started again in {delay_s:g} s ({self._restarts})"
-            self._report(exit_code, f"{again}{_last(exit_code, process.tail)}")
-            if await self._is_stopped_within(delay_s):
+            if self.announcer is not None:
+                self.announcer.begin(spec.name, f"{end}; {restarts.current}", delay_s)
+            again = f"started again in {delay_s:g} s{limit}"
+            self.on_end(spec.name, f"{end}; workers left: {self.living}; {again}{last}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self.is_stopping.wait()
                 return
-            await self.start()
-            if self._is_stopping.is_set():
-                self.stop()
+            process = await self.start(spec)
 
-    def _delay_s(self, exit_code: int) -> float | None:
-        if self._workers.rule is None:
-            return None
-        if self._restarts is None:
-            self._restarts = Restarts(self._workers.rule)
-        now = time.monotonic()
-        return self._restarts.delay_s(exit_code, lived_s=now - self._started_at, now=now)
-
-    async def _is_stopped_within(self, delay_s: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._is_stopping.wait()
-        return self._is_stopping.is_set()
-
-    async def _give_up(self, exit_code: int, tail: Sequence[str]) -> None:
-        self._workers.remaining -= 1
-        announcer = self._workers.announcer
-        if announcer is not None and exit_code == EXIT_DUPLICATE_WORKER:
+    async def _give_up(self, worker: str, exit_code: int, limit: str) -> None:
+        self.remaining -= 1
+        if self.announcer is not None and exit_code == EXIT_DUPLICATE_WORKER:
             # Another live process publishes presence under this id.
-            announcer.end(self._spec.name)
-        elif announcer is not None:
-            limit = f" ({self._restarts})" if self._restarts else ""
-            await announcer.give_up(self._spec.name, f"{end_text(exit_code)}{limit}")
-        if self._workers.can_lose_some and self._workers.remaining:
-            why = "not started again" + (f" ({self._restarts})" if self._restarts else "")
-            self._report(exit_code, f"{why}{_last(exit_code, tail)}")
-            return
-        last = "".join(f"\n  {line}" for line in tail)
-        raise WorkerDied(f"worker {self._spec.name} {end_text(exit_code)}; its last lines:{last or ' none'}")
+            self.announcer.end(worker)
+        elif self.announcer is not None:
+            await self.announcer.give_up(worker, f"{end_text(exit_code)}{limit}")
 
-    def _report(self, exit_code: int, more: str) -> None:
-        left = self._workers.living
-        self._on_end(self._spec.name, f"{end_text(exit_code)}; workers left: {left}; {more}")
+
+@asynccontextmanager
+async def run_workers(
+    specs: Sequence[ProcessSpec],
+    on_line: Callable[[str, str], None],
+    on_end: Callable[[str, str], None] | None = None,
+    *,
+    announcer: StartAnnouncer | None = None,
+    stop_s: float = STOP_S,
+) -> AsyncIterator[Workers]:
+    """Run workers while the body runs. Stop all workers when the body ends.
+
+    If a worker exits unexpectedly, all workers are stopped too. The body can change this. After it has set `rule`, the
+    worker is started again. After it has set `can_lose_some`, the other workers continue without a worker that is not
+    started again. `on_end` is called in both cases.
+
+    Args:
+        specs: commands of the workers. `--parent-pipe FD` is added to each command.
+        on_line: called with the name of the worker and each line that it prints.
+        on_end: called with the name of a worker that ended, and a text that states whether it is started again.
+            None: `on_line` is called instead.
+        announcer: announces workers whose processes start. `--incarnation ID` is added to each command.
+        stop_s: seconds from SIGTERM to SIGKILL.
+
+    Raises:
+        ExceptionGroup: contains the errors of the body, and `WorkerDied` if a worker exited unexpectedly.
+    """
+    watches: list[asyncio.Task[None]] = []
+    read_end, write_end = os.pipe()
+    workers = Workers(on_line, on_end or on_line, announcer, read_end, remaining=len(specs))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                for spec in specs:
+                    process = await workers.start(spec)
+                    watches.append(tasks.create_task(workers.watch(spec, process), name=f"watch {spec.name}"))
+                yield workers
+            finally:
+                workers.stop()
+                if watches:
+                    _, late = await asyncio.wait(watches, timeout=stop_s)
+                    for watch in late:
+                        watch.cancel()
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+async def run_tool(spec: ProcessSpec) -> None:
+    """Run a command to its end.
+
+    Cancellation: kills the command.
+
+    Raises:
+        CommandFailed: the command failed. The message has the last line that it printed.
+    """
+    tool = await _ChildProcess.start(spec, lambda _name, _line: None)
+    exit_code = await tool.wait()
+    if exit_code != 0:
+        last = tool.tail[-1] if tool.tail else "it printed nothing"
+        raise CommandFailed(f"{spec.name} {end_text(exit_code)}: {last}")
 
 
 def end_text(exit_code: int) -> str:
@@ -529,18 +479,3 @@ def end_text(exit_code: int) -> str:
     text = f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
     # The kernel kills without a word in the log of the process.
     return f"{text} (out of memory? `dmesg` shows it)" if -exit_code == signal.SIGKILL else text
-
-
-def _last(exit_code: int, tail: Sequence[str]) -> str:
-    """Return the last line of a process that ended by itself. That of a killed process is not the cause."""
-    return f"; its last line: {tail[-1]}" if tail and exit_code >= 0 else ""
-
-
-async def _stop(workers: Mapping[asyncio.Task[None], _SupervisedWorker], stop_s: float) -> None:
-    """Send SIGTERM to all workers, wait `stop_s` seconds for all of them, and kill the workers that still run."""
-    for worker in workers.values():
-        worker.stop()
-    if workers:
-        _, late = await asyncio.wait(workers, timeout=stop_s)
-        for watch in late:
-            watch.cancel()
