@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from ....bus.auth.credentials import TLS_VARIABLES, Credentials, Role, User, load_credentials
+from ....bus.auth.credentials import TLS_VARIABLES, Role, User, load_credentials
 from ....bus.auth.users import ensure_users
 from ....bus.client.presence import PresenceWatcher
 from ....bus.control.updates import provision
@@ -31,7 +31,7 @@ from ....bus.subjects import Subjects
 from ....schemas.options import ON_CPU, computes_on_cpu, pip_install
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..console import note
-from ..exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, ExitCode, WrongUsage
 from ..options import python_env, python_module
 from .display import FleetObserver
 from .processes import ProcessSpec, RestartRule, StartAnnouncer, is_announcement, run_tool, run_workers
@@ -129,9 +129,9 @@ class Gpus:
         for i, device in enumerate(devices):
             if not DEVICE.fullmatch(device):
                 allowed = "indices, GPU-... and MIG-... with commas between them, or nothing for no GPU"
-                raise CommandFailed(f"${VISIBLE_DEVICES} has {device!r}; allowed: {allowed}", ExitCode.USAGE)
+                raise WrongUsage(f"${VISIBLE_DEVICES} has {device!r}; allowed: {allowed}")
             if device in devices[:i]:
-                raise CommandFailed(f"${VISIBLE_DEVICES} has {device!r} twice", ExitCode.USAGE)
+                raise WrongUsage(f"${VISIBLE_DEVICES} has {device!r} twice")
         return cls(devices, f"${VISIBLE_DEVICES}")
 
     @classmethod
@@ -192,7 +192,7 @@ def gpus_per_engine(engine_args: str | None) -> int:
     sizes["data_parallel_size"] = given.get("data_parallel_size_local") or sizes["data_parallel_size"]
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise CommandFailed(f"--engine-args: {name} is {size!r}; allowed: integers from 1", ExitCode.USAGE)
+            raise WrongUsage(f"--engine-args: {name} is {size!r}; allowed: integers from 1")
     return prod(sizes.values())
 
 
@@ -204,15 +204,14 @@ def gpu_shares(gpus: Gpus, workers: Sequence[str], each: int) -> dict[str, tuple
     """
     devices = gpus.devices
     if not devices:
-        raise CommandFailed(f"--gpus-per-worker {each}: no GPU listed by {gpus.source}", ExitCode.USAGE)
+        raise WrongUsage(f"--gpus-per-worker {each}: no GPU listed by {gpus.source}")
     needed = len(workers) * each
     if needed > len(devices):
         plural = "s" * (len(workers) > 1), "s" * (each > 1)
-        raise CommandFailed(
+        raise WrongUsage(
             f"{len(workers)} worker{plural[0]} with {each} GPU{plural[1]} each need {needed} GPUs, but "
             f"{gpus.source} lists {len(devices)} ({', '.join(devices)}); allowed: at most {len(devices) // each} "
-            "workers, including prefill workers, or --gpus-per-worker 0, with which all workers see all GPUs",
-            ExitCode.USAGE,
+            "workers, including prefill workers, or --gpus-per-worker 0, with which all workers see all GPUs"
         )
     return {name: devices[i * each : (i + 1) * each] for i, name in enumerate(workers)}
 
@@ -233,16 +232,15 @@ def divide_gpus(args: argparse.Namespace, workers: Sequence[str]) -> dict[str, d
     if each == 0 or (each is None and not needs_gpus):
         return {}
     if args.engine == "vllm" and not needs_gpus:
-        raise CommandFailed(f"--gpus-per-worker {each}: {ON_CPU}", ExitCode.USAGE)
+        raise WrongUsage(f"--gpus-per-worker {each}: {ON_CPU}")
     gpus = find_gpus(os.environ)
     if each is None and not gpus.devices:
         return {}
     needed = gpus_per_engine(args.engine_args) if needs_gpus or each is None else each
     if each not in (None, needed):
-        raise CommandFailed(
+        raise WrongUsage(
             f"--gpus-per-worker {each}: an engine with these --engine-args uses {needed} GPUs, the product of "
-            f"{', '.join(SIZES)}; allowed: the same number, or no --gpus-per-worker",
-            ExitCode.USAGE,
+            f"{', '.join(SIZES)}; allowed: the same number, or no --gpus-per-worker"
         )
     shares = gpu_shares(gpus, workers, needed)
     shown = [f"{name} has {', '.join(share)}" for name, share in shares.items()]
@@ -260,12 +258,9 @@ class LocalUsers:
     """All users that the server accepts."""
     workers: Mapping[str, Path]
     """Credentials file of each worker."""
-    admin: Credentials
-    """Credentials that create the queue."""
-    frontend: Credentials
-    """Credentials of the HTTP service and of the command."""
     others: Mapping[str, Path]
-    """Credentials file of each role except worker, for the user of the command."""
+    """Credentials file of each role except worker and publisher. The admin creates the queue, the user frontend is that
+    of the HTTP service and of this command, and the others are for the user of the command."""
 
 
 def local_users(folder: Path, fleet: str, workers: Sequence[str]) -> LocalUsers:
@@ -278,13 +273,11 @@ def local_users(folder: Path, fleet: str, workers: Sequence[str]) -> LocalUsers:
     single = tuple(role for role in Role if role not in {Role.WORKER, Role.PUBLISHER})
     listed = [(fleet, role, str(role)) for role in single] + [(fleet, Role.WORKER, name) for name in workers]
     entries = ensure_users(folder, listed)
-    others = {entry.user.role: entry.path for entry in entries if entry.user.role is not Role.WORKER}
+    paths = {(entry.user.role, entry.user.name): entry.path for entry in entries}
     return LocalUsers(
         everybody=tuple(entry.user for entry in entries),
-        workers={entry.user.name: entry.path for entry in entries if entry.user.role is Role.WORKER},
-        admin=load_credentials(others[Role.ADMIN]),
-        frontend=load_credentials(others[Role.FRONTEND]),
-        others={str(role): path for role, path in others.items()},
+        workers={name: paths[Role.WORKER, name] for name in workers},
+        others={str(role): paths[role, str(role)] for role in single},
     )
 
 
@@ -349,14 +342,12 @@ class LocalFleet:
         command = [*program, *names, *timeout, *model, *self._role(worker_id), *self.worker_flags]
         return ProcessSpec(worker_id, command, env)
 
-    def announcer(self, tasks: asyncio.TaskGroup, nats_url: str) -> StartAnnouncer:
-        """Return the announcer of the workers that start."""
-
-        def login(worker: str) -> Server:
-            return Server(nats_url, None if self.users is None else load_credentials(self.users.workers[worker]))
-
-        model = self.served_model
-        return StartAnnouncer(tasks, login, fleet=self.fleet, model=model, start_timeout_s=self.start_timeout_s)
+    def server(self, url: str, *, worker: str | None = None, role: str = "frontend") -> Server:
+        """Return the server with the login of a worker, or else of the user of a role."""
+        if self.users is None:
+            return Server(url)
+        path = self.users.others[role] if worker is None else self.users.workers[worker]
+        return Server(url, load_credentials(path))
 
     def _role(self, worker_id: str) -> tuple[str, ...]:
         if not self.num_prefill:
@@ -397,10 +388,16 @@ async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator
     async with EmbeddedServer(port=fleet.nats_port, users=listed) as server, asyncio.TaskGroup() as tasks:
         watch = tasks.create_task(_watch_server(server), name="watch nats-server")
         if users is not None:
-            await provision(Server(server.url, users.admin), fleet.fleet, [fleet.served_model])
-        login = Server(server.url, None if users is None else users.frontend)
+            await provision(fleet.server(server.url, role="admin"), fleet.fleet, [fleet.served_model])
+        login = fleet.server(server.url)
         specs = [fleet.spec(name, server.url) for name in fleet.worker_ids]
-        announcer = fleet.announcer(tasks, server.url)
+        announcer = StartAnnouncer(
+            tasks,
+            lambda worker: fleet.server(server.url, worker=worker),
+            fleet=fleet.fleet,
+            model=fleet.served_model,
+            start_timeout_s=fleet.start_timeout_s,
+        )
 
         def on_presence(seen: Sequence[WorkerPresence]) -> None:
             announcer.on_presence(seen)

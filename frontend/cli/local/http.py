@@ -15,7 +15,7 @@ from ...http import LOOPBACK, Settings
 from ..app import until_signalled
 from ..commands.machine import DEFAULT_ADDRESS
 from ..console import note, print_json
-from ..exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, ExitCode, WrongUsage
 
 
 def check_parsers(args: argparse.Namespace) -> None:
@@ -31,7 +31,7 @@ def check_parsers(args: argparse.Namespace) -> None:
     try:
         load_parsers(args.tool_call_parser, args.reasoning_parser)
     except ParserUnavailable as exc:
-        raise CommandFailed(str(exc), ExitCode.USAGE) from exc
+        raise WrongUsage(str(exc)) from exc
 
 
 def settings_of(args: argparse.Namespace, host: str) -> Settings:
@@ -48,7 +48,7 @@ def address(text: str) -> tuple[str, int]:
     """
     host, separator, port = text.rpartition(":")
     if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise CommandFailed(f"--http {text}: allowed is HOST:PORT, as in {DEFAULT_ADDRESS}", ExitCode.USAGE)
+        raise WrongUsage(f"--http {text}: allowed is HOST:PORT, as in {DEFAULT_ADDRESS}")
     return host.strip("[]"), int(port)
 
 

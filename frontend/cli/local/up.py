@@ -22,7 +22,7 @@ from ..app import CliParser, common_options, run_async, until_signalled
 from ..arguments import COMMANDS
 from ..commands.machine import DEFAULT_ADDRESS
 from ..console import note, print_json, program, waiting, write
-from ..exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, ExitCode, WrongUsage
 from ..options import PACKAGE, config_template, use_model, without_password, worker_flags
 from .display import FleetDisplay, LogFile
 from .fleet import (
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Run until a signal arrives."""
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
-        raise CommandFailed("--auth-dir requires --secure", ExitCode.USAGE)
+        raise WrongUsage("--auth-dir requires --secure")
     if args.model is not None:
         is_hub_id(args.model)
     port = nats_port(args.nats, is_named=args.is_nats_named)
@@ -217,11 +217,9 @@ def nats_port(url: str, *, is_named: bool) -> int:
     try:
         port = None if "," in parts.netloc else parts.port
     except ValueError as exc:
-        raise CommandFailed(f"--nats {shown}: {exc}", ExitCode.USAGE) from exc
+        raise WrongUsage(f"--nats {shown}: {exc}") from exc
     if parts.hostname not in LOOPBACK or "," in parts.netloc:
-        raise CommandFailed(
-            f"--nats {shown}: `up` runs its own NATS server at 127.0.0.1, only for this machine", ExitCode.USAGE
-        )
+        raise WrongUsage(f"--nats {shown}: `up` runs its own NATS server at 127.0.0.1, only for this machine")
     if not port:
         return -1
     if not _is_taken(port):
@@ -290,7 +288,7 @@ def run_init(args: argparse.Namespace) -> int:
     """Write the files."""
     if args.units is not None:
         if args.systemd is not None or args.env is not None:
-            raise CommandFailed("--units writes nothing else; omit --systemd and --env", ExitCode.USAGE)
+            raise WrongUsage("--units writes nothing else; omit --systemd and --env")
         write_new(units(args.units))
         write("Write the files that each unit reads, then: systemctl daemon-reload")
         return ExitCode.OK
@@ -318,7 +316,7 @@ def write_new(files: Mapping[Path, str], secret: Path | None = None) -> None:
     """Write files, or none of them if one exists; only this user may read the secret one."""
     for path in files:
         if path.exists():
-            raise CommandFailed(f"{path} exists; name another file", ExitCode.USAGE)
+            raise WrongUsage(f"{path} exists; name another file")
         check_writable("the directory", path.absolute().parent)
     for path, text in files.items():
         path.touch(0o600 if path == secret else 0o666, exist_ok=False)
