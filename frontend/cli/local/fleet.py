@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -25,7 +25,6 @@ from ....bus.client.presence import PresenceWatcher
 from ....bus.control.updates import provision
 from ....bus.nats.connection import connected, subscribe
 from ....bus.nats.embedded import EmbeddedServer
-from ....bus.nats.library import Msg
 from ....bus.nats.server import CREDENTIALS_VARIABLE, Server
 from ....bus.subjects import Subjects
 from ....schemas.options import ON_CPU, computes_on_cpu, pip_install
@@ -43,11 +42,8 @@ EXPIRE_EVERY_S: Final = 1.0
 @asynccontextmanager
 async def watch_fleet(
     server: Server, fleet: str, on_presence: Callable[[Sequence[WorkerPresence]], None]
-) -> AsyncIterator[Callable[[Sequence[str], float], Awaitable[None]]]:
+) -> AsyncIterator[PresenceWatcher]:
     """Watch the presence of a fleet's workers while the body runs.
-
-    Yield a function that waits until these workers serve, at most so many seconds. After that it raises `CommandFailed`
-    with the states of the workers that do not serve.
 
     The watcher is not a client: it publishes no presence, so workers do not know of it.
 
@@ -57,43 +53,41 @@ async def watch_fleet(
     Raises:
         BusBroken: no NATS server answers.
     """
-    changed = asyncio.Event()
 
-    def receive(message: Msg) -> None:
-        watcher.receive(message)
-        on_presence(watcher.table.workers())
-
-    def num_serving(workers: Sequence[str]) -> int:
-        live = watcher.snapshot.workers
-        return sum(worker.state is WorkerState.SERVING and worker.worker in workers for worker in live)
-
-    async def until_serving(workers: Sequence[str], timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while num_serving(workers) < len(workers):
-                    changed.clear()
-                    await changed.wait()
-        except TimeoutError as exc:
-            raise CommandFailed(
-                f"{num_serving(workers)} of {len(workers)} workers serve after {timeout_s:g} s"
-                f"{watcher.snapshot.describe_others(None)}",
-                ExitCode.TIMEOUT,
-            ) from exc
+    async def expire() -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            watcher.expire()
 
     async with connected(server, name="rollbus up") as nats:
         subjects = Subjects(fleet)
-        watcher = PresenceWatcher(nats, subjects, lambda _: None, changed.set)
-        await subscribe(nats, subjects.presences, receive)
+        watcher = PresenceWatcher(
+            nats, subjects, lambda _: None, lambda: None, on_heard=lambda _: on_presence(watcher.table.workers())
+        )
+        await subscribe(nats, subjects.presences, watcher.receive)
         async with asyncio.TaskGroup() as tasks:
-            expiring = tasks.create_task(_expire(watcher), name="expire leases")
-            yield until_serving
+            expiring = tasks.create_task(expire(), name="expire leases")
+            yield watcher
             expiring.cancel()
 
 
-async def _expire(watcher: PresenceWatcher) -> None:
-    while True:
-        await asyncio.sleep(EXPIRE_EVERY_S)
-        watcher.expire()
+async def _until_serving(watcher: PresenceWatcher, workers: Sequence[str], timeout_s: float) -> None:
+    """Wait until these workers serve.
+
+    Raises:
+        CommandFailed: some do not within `timeout_s` seconds. The message has their states.
+    """
+
+    def num_serving() -> int:
+        live = watcher.table.workers()
+        return sum(worker.state is WorkerState.SERVING and worker.worker in workers for worker in live)
+
+    if not await watcher.wait_until(lambda: num_serving() == len(workers), timeout_s):
+        raise CommandFailed(
+            f"{num_serving()} of {len(workers)} workers serve after {timeout_s:g} s"
+            f"{watcher.snapshot.describe_others(None)}",
+            ExitCode.TIMEOUT,
+        )
 
 
 VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
@@ -405,10 +399,10 @@ async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator
 
         try:
             async with (
-                watch_fleet(login, fleet.fleet, on_presence) as until_serving,
+                watch_fleet(login, fleet.fleet, on_presence) as watcher,
                 run_workers(specs, observer.add_line, observer.add_end, announcer=announcer) as workers,
             ):
-                await until_serving(fleet.worker_ids, fleet.start_timeout_s)
+                await _until_serving(watcher, fleet.worker_ids, fleet.start_timeout_s)
                 workers.can_lose_some, workers.rule = True, fleet.restarts
                 yield login
         finally:

@@ -233,12 +233,10 @@ def nats_port(url: str, *, is_named: bool) -> int:
 
 
 def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return True
     return False
 
 
