@@ -34,6 +34,20 @@ from ..exits import CommandFailed, WrongUsage
 from .inputs import import_data_package
 from .rows import PromptLine
 
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a draft that replaces the file at `path` at the end, as a whole. An error removes the draft."""
+    draft = path.with_name(path.name + ".tmp")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        # On a full disk, the draft must not take the space of what the next run uses.
+        draft.unlink(missing_ok=True)
+
+
+OUTPUT = "a parquet output"
 BATCH_BYTES = 64 * 1024 * 1024
 """Bytes of lines that become columns together. They are a row group of the file."""
 
@@ -45,7 +59,7 @@ def parquet_results(path: Path) -> Iterator[Path]:
     Raises:
         CommandFailed: pyarrow is missing, or the file at `path` is not one of results.
     """
-    parquet = import_data_package("pyarrow.parquet", "a parquet output")
+    parquet = import_data_package("pyarrow.parquet", OUTPUT)
     lines = path.with_name(path.name + ".part.jsonl")
     if path.exists() and not lines.exists():
         _restore(parquet, path, lines)
@@ -64,12 +78,10 @@ def _convert(parquet: Any, lines: Path, path: Path) -> bool:
     """Write the lines as parquet. Return True if a line is an error."""
     has_errors = False
     schema = _schema()
-    draft = path.with_name(path.name + ".tmp")
-    with parquet.ParquetWriter(draft, schema, compression="zstd") as writer:
+    with replacing(path) as draft, parquet.ParquetWriter(draft, schema, compression="zstd") as writer:
         for batch in _batches(lines):
             has_errors = has_errors or any(line.get("error") is not None for line in batch)
-            writer.write_table(_table(batch, schema))
-    draft.replace(path)
+            writer.write_table(import_data_package("pyarrow", OUTPUT).Table.from_pylist(batch, schema=schema))
     return has_errors
 
 
@@ -87,10 +99,6 @@ def _batches(lines: Path) -> Iterator[list[JsonObject]]:
         yield batch
 
 
-def _table(batch: list[JsonObject], schema: Any) -> Any:
-    return import_data_package("pyarrow", "a parquet output").Table.from_pylist(batch, schema=schema)
-
-
 def _to_columns(line: JsonObject) -> JsonObject:
     """Return a line with the types of the columns: values of any type become JSON text, base64 becomes bytes."""
     for name in ("request_id", "prompt", "row"):
@@ -105,9 +113,8 @@ def _to_columns(line: JsonObject) -> JsonObject:
 
 def _restore(parquet: Any, path: Path, lines: Path) -> None:
     """Write the results of a parquet file as lines, for another run."""
-    draft = lines.with_name(lines.name + ".tmp")
     try:
-        with parquet.ParquetFile(path) as file, draft.open("wb") as out:
+        with replacing(lines) as draft, parquet.ParquetFile(path) as file, draft.open("wb") as out:
             if not {"index", "fingerprint"} <= set(file.schema_arrow.names):
                 raise ValueError("it has no fingerprints")
             for batch in file.iter_batches():
@@ -118,13 +125,11 @@ def _restore(parquet: Any, path: Path, lines: Path) -> None:
                     # `index` comes first, as in each line of results.
                     out.write(msgspec.json.encode(line) + b"\n")
     except ValueError as exc:
-        draft.unlink(missing_ok=True)
         raise WrongUsage(f"{path} is not a file of results ({exc}); choose another --output") from exc
-    draft.replace(lines)
 
 
 def _schema() -> Any:
-    pa = import_data_package("pyarrow", "a parquet output")
+    pa = import_data_package("pyarrow", OUTPUT)
     ints, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
     routed = [("start", pa.int64()), ("shape", pa.list_(pa.int64())), ("dtype", pa.string())]
     sample = [
@@ -195,28 +200,20 @@ class RowsFile:
     def append(self, key: str, rows: Rows) -> None:
         """Add an array, u1 or <u2, of three dimensions. After the return, it survives a crash of this process."""
         self.num_bytes += rows.nbytes
-        draft = self._folder / "draft"
-        with draft.open("wb") as file:
+        with replacing(self._folder / f"{key}.npy") as draft, draft.open("wb") as file:
             np.save(file, rows, allow_pickle=False)
-        draft.replace(self._folder / f"{key}.npy")
 
     def _merge(self, added: Sequence[Path]) -> None:
-        draft = self.path.with_name(self.path.name + ".tmp")
         # A prompt whose line was lost was computed again. An archive must not have two members of the same name.
         kept = self._saved - {file.name for file in added}
-        try:
+        with replacing(self.path) as draft:
             with zipfile.ZipFile(draft, "w") as archive:
                 if kept:
                     _copy_members(self.path, archive, kept)
                 for file in added:
                     archive.write(file, file.name)
-        except OSError:
-            # On a full disk, the draft must not take the space of the arrays, which the next run merges.
-            draft.unlink(missing_ok=True)
-            raise
-        with draft.open("rb") as written:
-            os.fsync(written.fileno())
-        draft.replace(self.path)
+            with draft.open("rb") as written:
+                os.fsync(written.fileno())
 
 
 def _read_names(path: Path) -> frozenset[str]:

@@ -33,7 +33,7 @@ from ..exits import CommandFailed, ExitCode, WrongUsage
 from ..tables import printable
 from ..watch.status import warn_of_wait
 from .inputs import Input
-from .results import ResultsFile, error_line, first_error, result_line
+from .results import ResultsFile, error_line, first_error, replacing, result_line
 from .rows import Defaults, InputSummary, PromptLine, check_unchanged, parse_prompt
 
 
@@ -72,10 +72,8 @@ def read_first_run(output: Path) -> FirstRun | None:
 
 def write_first_run(output: Path, record: FirstRun) -> None:
     """Write the record of the first run of an output."""
-    path = _path(output)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_bytes(msgspec.json.encode(record) + b"\n")
-    draft.replace(path)
+    with replacing(_path(output)) as draft:
+        draft.write_bytes(msgspec.json.encode(record) + b"\n")
 
 
 def _path(output: Path) -> Path:
