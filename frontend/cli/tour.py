@@ -10,9 +10,10 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -178,18 +179,17 @@ class Tour:
                 f"{routing.top_k} for each token"
             )
             self.rb, self.tokenizer, self.engine = rb, tokenizer, engine
-            self._begin(3)
-            await self._stream_one()
-            self._begin(4)
-            await self._complete_all(routing)
-            self._begin(5)
-            await self._pause_and_resume()
-            self._begin(6)
-            await self._update_weights(next_weights)
-            self._begin(7)
-            await self._flush_cache()
-            self._begin(8)
-            await self._kill_worker()
+            steps: tuple[Callable[[], Coroutine[object, object, None]], ...] = (
+                self._stream_one,
+                partial(self._complete_all, routing),
+                self._pause_and_resume,
+                partial(self._update_weights, next_weights),
+                self._flush_cache,
+                self._kill_worker,
+            )
+            for number, step in enumerate(steps, NUM_STEPS + 1 - len(steps)):
+                self._begin(number)
+                await step()
         if self.as_json:
             print_json(self.report)
 
@@ -419,11 +419,6 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     state_dir = args.state_dir or default_state_dir()
     check_writable("--state-dir", state_dir)
     tour = Tour(
-        prompts=prompts,
-        source=path,
-        fleet=args.fleet,
-        state_dir=state_dir,
-        as_json=args.json,
-        is_verbose=args.verbose,
+        prompts=prompts, source=path, fleet=args.fleet, state_dir=state_dir, as_json=args.json, is_verbose=args.verbose
     )
     return tour.run()
