@@ -30,7 +30,6 @@ from ....schemas.checks import list_names
 from ....schemas.decoding import JsonObject
 from ....schemas.presence import Capabilities, WorkerPresence, WorkerState
 from ....schemas.weights import PublishedVersion
-from ..app import run_async
 from ..console import note, print_json, program, size, staging_text, write
 from ..exits import CommandFailed, ExitCode
 from ..options import START_SOME, no_workers, without_password
@@ -428,61 +427,54 @@ def state_lines(state: FleetState, width: int) -> list[str]:
     return [line for columns, rows in every if rows for line in ("", *lay_out(columns, rows, width).lines)][1:]
 
 
-async def watch_state(rb: Client, *, nothing: str, as_json: bool) -> None:
+async def _watch(rb: Client, args: argparse.Namespace) -> None:
     """Show the fleet every second until the user or the reader of the pipe ends it.
 
     On a terminal the tables change in place, and keys scroll them. Elsewhere they are printed again. If the server does
     not answer, show the error and continue.
-
-    Args:
-        nothing: text that is shown if no worker is live.
-        as_json: print each state as one line of JSON.
     """
     from .terminal import is_capable, show_pages
 
     def lines_of(state: FleetState, width: int) -> list[str]:
         heading = f"fleet {state.fleet} at {time.strftime('%H:%M:%S')}"
+        nothing = f"{no_workers(args.nats, args.fleet)}; {START_SOME}"
         return [heading, "", *(state_lines(state, width) if state.workers else [nothing])]
 
-    if is_capable() and not as_json:
-        await show_pages(fleet_states(rb), lines_of)
+    if is_capable() and not args.json:
+        await show_pages(_states(rb), lines_of)
         return
-    async for state in fleet_states(rb):
+    async for state in _states(rb):
         if isinstance(state, BusBroken):
             note(f"rollbus: {state}")
-        elif as_json:
+        elif args.json:
             if not print_json(state_as_json(state)):
                 return
         elif not write("\n".join(lines_of(state, shutil.get_terminal_size().columns)) + "\n"):
             return
 
 
-async def fleet_states(rb: Client) -> AsyncIterator[FleetState | BusBroken]:
+async def _states(rb: Client) -> AsyncIterator[FleetState | BusBroken]:
     """Yield the state of the fleet each second, or the error if the server does not answer."""
     problems, checked_at = dict[str, str](), -math.inf
     while True:
         began = time.monotonic()
         try:
             if began - checked_at >= CHECK_S:
-                checked_at, problems = began, dict(await rb.fleet.check_queues())
+                checked_at, problems = began, await rb.fleet.check_queues()
             state = await rb.fleet.state()
-            yield replace(state, queue_problems=problems | dict(state.queue_problems))
+            yield replace(state, queue_problems=problems | state.queue_problems)
         except BusBroken as exc:
             yield exc
         await asyncio.sleep(began + INTERVAL_S - time.monotonic())
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Print the fleet's state, once or each second."""
-    if not args.watch:
-        return run_async(_print(args))
-    try:
-        return run_async(_watch(args))
-    except KeyboardInterrupt:
+    if args.watch:
+        with contextlib.suppress(asyncio.CancelledError):  # only Ctrl-C cancels this task
+            async with bus.connect(args.nats, fleet=args.fleet) as rb:
+                await _watch(rb, args)
         return ExitCode.OK
-
-
-async def _print(args: argparse.Namespace) -> int:
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
         state = replace(state, queue_problems=await rb.fleet.check_queues() | state.queue_problems)
@@ -492,10 +484,4 @@ async def _print(args: argparse.Namespace) -> int:
         print_state(state)
     if not state.workers:
         raise bus.NoWorkers(message="no worker is live")
-    return ExitCode.OK
-
-
-async def _watch(args: argparse.Namespace) -> int:
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
-        await watch_state(rb, nothing=f"{no_workers(args.nats, args.fleet)}; {START_SOME}", as_json=args.json)
     return ExitCode.OK
