@@ -21,7 +21,6 @@ from ... import bus
 from ...bus import CommandIncomplete, Fleet
 from ...bus.control.options import SendOptions
 from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
-from ...bus.protocol.fleet.loans import LOAN_S
 from ...schemas.acks import Ack
 from ...schemas.options import MAX_DRAIN_S
 from ...schemas.weights import Canary, Staging, UpdateTiming, Verified, WeightSource
@@ -216,12 +215,17 @@ def _epochs(epochs: Mapping[str, int]) -> str:
     return "".join(f", epoch {epoch} of {model}" for model, epoch in sorted(epochs.items()))
 
 
+METHODS: Final = {"cancel_transfer": "cancel_weight_update", "return": "return_worker"}
+"""The methods of `Fleet` whose names are not those of their subcommands."""
+
+
 async def send(args: argparse.Namespace) -> int:
-    """Send the command whose method of `Fleet` has the name of the subcommand. Its parameters are arguments."""
+    """Send the command of the subcommand's method of `Fleet`. Arguments with the names of its parameters set these."""
     name = args.command.name.replace("-", "_")
-    parameters = inspect.signature(getattr(Fleet, name)).parameters
+    method = METHODS.get(name, name)
+    parameters = inspect.signature(getattr(Fleet, method)).parameters
     own = {parameter: getattr(args, parameter) for parameter in parameters if hasattr(args, parameter)}
-    return await _send(name, args, own)
+    return await _send(method, args, {parameter: value for parameter, value in own.items() if value is not None})
 
 
 def drain(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
@@ -297,23 +301,6 @@ async def _drain(args: argparse.Namespace) -> int:
     if args.start_timeout is not None:
         own["start_timeout_s"] = args.start_timeout
     return await _send("restart_one_by_one", args, own)
-
-
-async def lend(args: argparse.Namespace) -> int:
-    """Lend the worker."""
-    for_s: float | None = getattr(args, "for")
-    own = {"worker": args.worker, "for_s": LOAN_S if for_s is None else for_s, "allow_none": args.allow_none}
-    return await _send("lend", args, own)
-
-
-async def return_worker(args: argparse.Namespace) -> int:
-    """End the loan of the worker."""
-    return await _send("return_worker", args, {"worker": args.worker})
-
-
-async def cancel_transfer(args: argparse.Namespace) -> int:
-    """End the transfer."""
-    return await _send("cancel_weight_update", args, {"transfer": args.transfer})
 
 
 async def load_lora(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from ....schemas.options import Option, arg, flag, non_negative_int
 from ..arguments import command, group, one_of, workers_option
 
 SENT: Final = "control:send"
-"""Sends the command whose method of `Fleet` has the name of the subcommand."""
+"""Sends the command of the subcommand's method of `Fleet`."""
 
 SWITCH: Final = (
     arg("--mode", get_args(PauseMode), "requests in flight during the switch (default: keep)", default="keep"),
@@ -69,7 +69,7 @@ def abort() -> None:
 
 @command(
     "end an open transfer of weights",
-    "control:cancel_transfer",
+    SENT,
     arg("--transfer", "ID", "only the transfer with this id (default: whichever is open)"),
     send_options(),
 )
@@ -206,9 +206,9 @@ def sleep() -> None:
 
 @command(
     "lend the GPU of a worker",
-    "control:lend",
+    SENT,
     arg("worker", "WORKER", "id of the worker, as in `rollbus status`"),
-    arg("--for", "TIME", "term, by the worker's clock, at most 7d (default: 1h)"),
+    arg("--for", "TIME", "term, by the worker's clock, at most 7d (default: 1h)", dest="for_s"),
     flag("--allow-none", "lend it even if it is the last worker that serves its model"),
     arg("--timeout-s", "TIME", "seconds for the worker to free its memory (default: 60)"),
 )
@@ -228,7 +228,7 @@ def lend() -> None:
 
 @command(
     "end the loan of a worker",
-    "control:return_worker",
+    SENT,
     arg("worker", "WORKER", "id of the worker, as in `rollbus status`"),
     arg("--timeout-s", "TIME", "seconds for the worker to load its weights (default: 600)"),
 )
