@@ -3,13 +3,12 @@
 import json
 import math
 from collections.abc import Callable
-from datetime import datetime
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbus.schemas import limits
@@ -23,20 +22,17 @@ from rollbus.schemas.chunk import (
     TopLogprobs,
     json_logprobs,
 )
-from rollbus.schemas.errors import ErrorCode, InvalidRequest, LocalProtocolError, RemoteProtocolError
+from rollbus.schemas.errors import ErrorCode, LocalProtocolError
 from rollbus.schemas.limits import MAX_COUNT
-from rollbus.schemas.manifest import decode_manifest
 from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
     RequestKey,
-    command_id_of,
     decode_ack,
     decode_client_presence,
     decode_command,
     decode_desired,
     decode_frame,
-    decode_frame_header,
     decode_link_message,
     decode_presence,
     decode_request,
@@ -51,7 +47,6 @@ from rollbus.schemas.request_fields import request_from_json
 from rollbus.schemas.rows import DTYPES, RowDtype, dtype_for, expected_rows, rows_as_wire
 from rollbus.schemas.weights import PublishedVersion
 from tests.schemas import strategies as wire
-from tests.schemas.test_hostile_control import manifest
 from tests.support.scenarios import little_endian
 
 pytestmark = pytest.mark.slow
@@ -68,34 +63,6 @@ MESSAGES: dict[str, tuple[Decode, Callable[[Any], bytes], st.SearchStrategy[Any]
     "ack": (decode_ack, encode_json, wire.acks),
     "desired_state": (decode_desired, encode_json, wire.desired_states),
 }
-DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
-    **{name: (decode, values.map(encoder)) for name, (decode, encoder, values) in MESSAGES.items()},
-    "request": (decode_request, wire.requests().map(encode)),
-    "request_message": (decode_request_message, wire.request_messages().map(encode)),
-    "request_id": (request_id_of, wire.requests().map(encode)),
-    "frame_header": (decode_frame_header, wire.frames.map(encode)),
-    "command_id": (command_id_of, wire.commands.map(encode_json)),
-    "manifest": (decode_manifest, st.just(msgspec.json.encode(manifest()))),
-}
-AS_JSON = (
-    "presence",
-    "client_presence",
-    "service_message",
-    "command",
-    "command_id",
-    "ack",
-    "desired_state",
-    "manifest",
-)
-every_decoder = pytest.mark.parametrize("name", DECODERS)
-
-
-def check_survives(decode: Decode, data: bytes) -> None:
-    """Decode hostile bytes, and assert that only documented errors are raised."""
-    try:
-        decode(data)
-    except (RemoteProtocolError, InvalidRequest) as exc:
-        assert str(exc)
 
 
 @given(wire.request_messages())
@@ -135,30 +102,6 @@ def test_a_message_decodes_to_itself(name: str, data: st.DataObject) -> None:
     assert encoder(again) == encoder(message)
 
 
-msgpack_values = st.recursive(
-    wire.json_values
-    | st.binary(max_size=8)
-    | st.floats()
-    | st.datetimes(min_value=datetime(1970, 1, 2), timezones=st.timezones()),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner),
-    max_leaves=8,
-)
-
-
-@every_decoder
-@given(data=st.data())
-def test_any_value_in_any_field_raises_only_documented_errors(name: str, data: st.DataObject) -> None:
-    """A well-formed message with any value in any field raises only documented errors."""
-    decode, encoded = DECODERS[name]
-    codec: Any = msgspec.json if name in AS_JSON else msgspec.msgpack
-    message = codec.decode(data.draw(encoded))
-    values = message if isinstance(message, dict) else dict(enumerate(message))
-    for key in data.draw(st.lists(st.sampled_from(sorted(values)), max_size=3)):
-        values[key] = data.draw(msgpack_values)
-    changed = values if isinstance(message, dict) else list(values.values())
-    check_survives(decode, codec.encode(changed))
-
-
 STRUCTS: dict[type[msgspec.Struct], st.SearchStrategy[Any]] = {
     Chunk: wire.chunks(),
     ChunkError: wire.chunk_errors,
@@ -173,6 +116,8 @@ STRUCTS: dict[type[msgspec.Struct], st.SearchStrategy[Any]] = {
 
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+# The values of the other fields do not matter.
+@settings(max_examples=5)
 @given(data=st.data())
 def test_an_older_shorter_array_decodes_with_defaults(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     """An array that ends after the required fields decodes with defaults, and a shorter array does not decode."""
