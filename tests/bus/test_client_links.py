@@ -226,8 +226,8 @@ async def test_a_version_above_the_announced_and_recorded_one_fails(nats_url: st
     assert "weight version 5; announced and recorded: 4" in second.message
 
 
-async def test_a_version_that_is_recorded_is_news(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version that presence does not have yet is accepted if it is recorded. One read is enough for a frame."""
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by the model of each record that is read."""
     reads: list[str] = []
     read = DesiredStore.read
 
@@ -235,10 +235,16 @@ async def test_a_version_that_is_recorded_is_news(nats_url: str, fleet: str, mon
         reads.append(model)
         return await read(store, model)
 
+    monkeypatch.setattr(DesiredStore, "read", counting)
+    return reads
+
+
+async def test_a_version_that_is_recorded_is_news(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that presence does not have yet is accepted if it is recorded. One read is enough for a frame."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         await announced(worker, rb)
         await record(nats_url, fleet, 4)
-        monkeypatch.setattr(DesiredStore, "read", counting)
+        reads = note_reads(monkeypatch)
         completing = [tasks.create_task(rb.complete(request(1))) for _ in range(2)]
         keys = [await worker.next_key() for _ in completing]
         chunks = [replace(chunk(key, 0, 7, total=1), weight_version=4) for key in keys]
@@ -266,17 +272,10 @@ async def test_a_worker_whose_presence_is_late_costs_one_read(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a worker's presence lacks a recorded version, the client reads the record once, and not for each frame."""
-    reads: list[str] = []
-    read = DesiredStore.read
-
-    async def counting(store: DesiredStore, model: str) -> Any:
-        reads.append(model)
-        return await read(store, model)
-
     async with hand_worker(nats_url, fleet) as (worker, rb):
         await announced(worker, rb)
         await record(nats_url, fleet, 4)
-        monkeypatch.setattr(DesiredStore, "read", counting)
+        reads = note_reads(monkeypatch)
         for number in range(3):
             async with asyncio.TaskGroup() as tasks:
                 completing = tasks.create_task(rb.complete(request(1)))

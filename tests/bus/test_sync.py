@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus import GroupPrompt, GroupStep, SamplingParams
+from rollbus import GroupStep, SamplingParams
 from rollbus.bus.client.groups import GroupSampler
 from rollbus.bus.client.sync import BlockingClient, BlockingFleet, BlockingGroups
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import BusClosed, InvalidRequest, NoWorkers, RequestError, RequestRejected
 from rollbus.schemas.messages import decode_client_presence
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.bus.test_groups import prompts
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.nats_server import opened
 from tests.support.processes import becomes_true
@@ -289,11 +290,6 @@ def test_a_publisher_shares_a_blocking_client(nats_url: str, fleet: str) -> None
 
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
 ENDLESS = 1_000_000
-
-
-def prompts(*lengths: int) -> list[GroupPrompt]:
-    """Return greedy prompts whose answers have these lengths. The key is the number of the prompt."""
-    return [GroupPrompt(greedy(10 + i, length), key=i) for i, length in enumerate(lengths)]
 
 
 def keys(*steps: GroupStep) -> list[object]:

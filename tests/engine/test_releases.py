@@ -17,7 +17,6 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import EngineDead, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.vllm import launch, plugin, processes
-from rollbus.workers.engines.vllm import launch as routing
 from rollbus.workers.engines.vllm.calls import Calls
 from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.feed import CoreFeed, _output
@@ -89,7 +88,7 @@ def test_a_process_that_unpickles_the_executor_is_adopted(monkeypatch: pytest.Mo
 )
 def test_the_routing_flag_is_read_from_the_configuration_of_each_release(config: Any, *, returns: bool) -> None:
     """The routing flag is in the model's configuration in 0.30, and in its own configuration later."""
-    assert routing.returns_routing(config) is returns
+    assert launch.returns_routing(config) is returns
 
 
 def test_a_model_with_experts_but_without_routing_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +96,12 @@ def test_a_model_with_experts_but_without_routing_has_a_reason(monkeypatch: pyte
 
     A model without experts has none.
     """
-    monkeypatch.setattr(routing, "cpu_refusal", lambda: REASON)
-    assert routing.routing_refusal(config_of(aux=False)) == REASON
-    assert routing.routing_refusal(config_of(aux=True)) is None
-    assert routing.routing_refusal(config_of(aux=False, num_experts=0)) is None
-    monkeypatch.setattr(routing, "cpu_refusal", lambda: None)
-    assert "'enable_return_routed_experts': false" in str(routing.routing_refusal(config_of(aux=False)))
+    monkeypatch.setattr(launch, "cpu_refusal", lambda: REASON)
+    assert launch.routing_refusal(config_of(aux=False)) == REASON
+    assert launch.routing_refusal(config_of(aux=True)) is None
+    assert launch.routing_refusal(config_of(aux=False, num_experts=0)) is None
+    monkeypatch.setattr(launch, "cpu_refusal", lambda: None)
+    assert "'enable_return_routed_experts': false" in str(launch.routing_refusal(config_of(aux=False)))
 
 
 def test_routing_is_off_with_a_warning_if_the_release_cannot_return_routing(

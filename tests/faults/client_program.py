@@ -14,6 +14,7 @@ from unittest.mock import patch
 import rollbus
 from rollbus.bus.client import dispatch, runtime
 from rollbus.bus.protocol.attempt import machine
+from tests.support.processes import print_line
 from tests.support.requests import greedy
 from tests.support.waits import SOON_S
 
@@ -34,17 +35,11 @@ async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None
         await rb.fleet.wait_for_workers()
         endless = rb.generate(greedy(num_requests, 1_000_000))
         await anext(endless)
-        say("started")
+        print_line("started")
         async for generation in rb.complete_many(requests):
             tokens = [int(token) for token in generation.token_ids]
-            say(json.dumps([int(generation.request_id[2:]), generation.attempts, generation.worker_ids, tokens]))
+            print_line(json.dumps([int(generation.request_id[2:]), generation.attempts, generation.worker_ids, tokens]))
         await endless.aclose()
-
-
-def say(line: str) -> None:
-    """Print a line and flush it."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

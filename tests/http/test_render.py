@@ -13,7 +13,7 @@ from rollbus.frontend.http import Settings
 from rollbus.frontend.http import tokens as routing_json
 from rollbus.frontend.http.tokens import rows_json
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import CHAT, COMPLETIONS, CONFIG, Serve, Talk, make_byte_level, rows_of, save
+from tests.http.support import CHAT, COMPLETIONS, CONFIG, Http, Serve, Talk, make_byte_level, rows_of, save
 
 GENERATE = "/inference/v1/generate"
 USER = {"role": "user", "content": "the"}
@@ -25,33 +25,34 @@ def read_npy(text: str) -> Any:
     return np.load(io.BytesIO(base64.b64decode(text.encode("ascii"), validate=True)), allow_pickle=False)
 
 
+async def post(http: Http, path: str, body: object) -> Any:
+    """Post a request that succeeds, and return the answer."""
+    answer = await http.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 async def test_a_rendered_request_generates_the_same_tokens(talk: Talk) -> None:
     """`/inference/v1/generate` accepts a rendered body and generates the tokens of the chat or the completion."""
     async with talk() as (http, _):
-
-        async def post(path: str, body: object) -> Any:
-            answer = await http.client.post(path, json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()
-
         asked = {**SAMPLING, "return_token_ids": True}
         for more in ({}, {"logprobs": True, "top_logprobs": 2, "priority": 3, "cache_salt": "a", "bad_words": ["zz"]}):
-            chat = await post(CHAT, {"messages": [USER], **asked, **more})
-            rendered = await post(f"{CHAT}/render", {"messages": [USER], **asked, **more})
+            chat = await post(http, CHAT, {"messages": [USER], **asked, **more})
+            rendered = await post(http, f"{CHAT}/render", {"messages": [USER], **asked, **more})
             assert rendered["token_ids"] == chat["prompt_token_ids"]
             assert rendered["request_id"].startswith("chatcmpl-")
             assert (rendered["model"], rendered["features"]) == ("synthetic", None)
-            generated = await post(GENERATE, rendered)
+            generated = await post(http, GENERATE, rendered)
             assert [each["token_ids"] for each in generated["choices"]] == [
                 each["token_ids"] for each in chat["choices"]
             ]
         assert rendered["priority"] == 3
         assert rendered["sampling_params"]["logprobs"] == 2
-        whole = await post(f"{CHAT}/render", {"messages": [USER]})
+        whole = await post(http, f"{CHAT}/render", {"messages": [USER]})
         assert whole["sampling_params"]["max_tokens"] == (CONFIG.max_model_len or 0) - len(whole["token_ids"])
-        texts = await post(COMPLETIONS, {"prompt": ["a", "b"], **asked})
-        both = await post(f"{COMPLETIONS}/render", {"prompt": ["a", "b"], **asked})
-        found = [choice["token_ids"] for body in both for choice in (await post(GENERATE, body))["choices"]]
+        texts = await post(http, COMPLETIONS, {"prompt": ["a", "b"], **asked})
+        both = await post(http, f"{COMPLETIONS}/render", {"prompt": ["a", "b"], **asked})
+        found = [choice["token_ids"] for body in both for choice in (await post(http, GENERATE, body))["choices"]]
         assert found == [choice["token_ids"] for choice in texts["choices"]]
         wrong = await http.client.post(f"{CHAT}/render", json={"messages": [USER], "temperature": 3})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
@@ -61,20 +62,14 @@ async def test_a_rendered_request_is_accepted_as_it_is(talk: Talk) -> None:
     """A rendered request keeps the given fields, and its id is valid and unique, however long the given id is."""
     given = {"timeout_s": 9.0, "return_token_ids": True, "routed_experts_format": "npy"}
     async with talk() as (http, _):
-
-        async def post(path: str, body: object) -> Any:
-            answer = await http.client.post(path, json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()
-
         long = {"request_id": "r" * 512, "max_tokens": 2}
-        chat = await post(f"{CHAT}/render", {"messages": [USER], **long, **given})
+        chat = await post(http, f"{CHAT}/render", {"messages": [USER], **long, **given})
         assert {name: chat[name] for name in given} == given
-        texts = await post(f"{COMPLETIONS}/render", {"prompt": ["a", "b"], **long})
+        texts = await post(http, f"{COMPLETIONS}/render", {"prompt": ["a", "b"], **long})
         assert given.keys().isdisjoint(texts[0])
         ids = [body["request_id"] for body in (chat, *texts)]
         assert len(set(ids)) == 3
-        answers = [await post(GENERATE, body) for body in (chat, *texts)]
+        answers = [await post(http, GENERATE, body) for body in (chat, *texts)]
         assert [answer["request_id"] for answer in answers] == ids
         assert isinstance(answers[0]["choices"][0]["routed_experts"], str)
 

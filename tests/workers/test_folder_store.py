@@ -15,7 +15,6 @@ import pytest
 
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.sources import store as folder_store
-from rollbus.workers.sources import store as locks
 from rollbus.workers.sources.store import FolderStore, Hold, PartialFolder, files_stamp
 from tests.support.waits import SOON_S
 
@@ -159,7 +158,7 @@ async def test_without_locks_the_folders_of_this_process_stay(tmp_path: Path, mo
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert not locks.can_lock(tmp_path)
+    assert not folder_store.can_lock(tmp_path)
     folders = store(tmp_path)
     held = await build(folders, "a")
     for digest in "bc":
@@ -356,7 +355,7 @@ async def test_the_wait_for_a_stalled_builder_fails_with_its_process_id(
     """The wait for a stalled builder fails with its process id. The next try waits again."""
     first = await store(tmp_path).open("a", ignore)
     assert isinstance(first, PartialFolder)
-    monkeypatch.setattr(locks, "STALLED_S", 0.2)
+    monkeypatch.setattr(folder_store, "STALLED_S", 0.2)
 
     with pytest.raises(ControlError, match=rf"\.a\.lock is locked by the process {os.getpid()}, which") as raised:
         await store(tmp_path).open("a", ignore)
@@ -370,12 +369,12 @@ def test_the_wait_for_a_builder_that_makes_progress_has_no_limit(tmp_path: Path)
     now = 0.0
     path = tmp_path / ".a.lock"
     path.write_bytes(b"builder 7")
-    watch = locks.LockWatch(path, lambda: now)
+    watch = folder_store.LockWatch(path, lambda: now)
     for step in range(5):
-        now = step * locks.STALLED_S * 0.9
+        now = step * folder_store.STALLED_S * 0.9
         os.utime(path, (step, step))
         watch.check()
-    now += locks.STALLED_S
+    now += folder_store.STALLED_S
     with pytest.raises(ControlError, match="the process 7, which has made no progress for 60 s"):
         watch.check()
 
@@ -389,7 +388,7 @@ async def test_a_partial_folder_beside_a_complete_folder_is_removed(tmp_path: Pa
     assert not folders.partial("a").exists()
     held.release()
     folders.partial("a").mkdir()
-    lock = locks.try_lock(folders.root / ".a.lock", is_exclusive=True)
+    lock = folder_store.try_lock(folders.root / ".a.lock", is_exclusive=True)
     assert lock is not None
     folders.clean_up()
     assert folders.partial("a").exists()
