@@ -6,6 +6,7 @@ equal length, with a log probability for each token. The fleet's client reads wh
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -153,7 +154,6 @@ async def server_alone(model: str, engine_args: dict[str, object]) -> AsyncItera
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
-    loop = asyncio.get_running_loop()
 
     def post(prompt: list[int], max_tokens: int) -> int:
         sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
@@ -171,10 +171,9 @@ async def server_alone(model: str, engine_args: dict[str, object]) -> AsyncItera
         async with _process(model, engine_args, asyncio.subprocess.DEVNULL, "--serve", str(port)) as process:
 
             async def run(prompts: Prompts, max_tokens: int) -> int:
-                running = [loop.run_in_executor(threads, post, prompt, max_tokens) for prompt in prompts]
-                return sum([await each for each in running])
+                return await asyncio.to_thread(lambda: sum(threads.map(post, prompts, itertools.repeat(max_tokens))))
 
-            while not await loop.run_in_executor(threads, is_served):
+            while not await asyncio.to_thread(is_served):
                 if process.returncode is not None:
                     raise EngineDead(f"vLLM's own server exited with code {process.returncode}")
                 await asyncio.sleep(POLL_S)
