@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -26,10 +26,6 @@ from rollbus.schemas.acks import Ack
 from rollbus.schemas.errors import BusBroken, InvalidRequest, PermissionDenied, RemoteProtocolError, RequestError
 from rollbus.schemas.messages import (
     decode_ack,
-    decode_client_presence,
-    decode_command,
-    decode_link_message,
-    decode_request_message,
 )
 from rollbus.schemas.request import GenerateRequest, Lane
 from rollbus.workers.config import WorkerConfig
@@ -38,6 +34,7 @@ from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, PUBLISHED, Guarded, guarded
 from tests.cli.support import run_rollbus
 from tests.control.support import ask as greedy
+from tests.golden.vectors import DECODERS
 from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.slow
@@ -298,14 +295,6 @@ async def contents(admin: Connection) -> dict[str, Any]:
         found[lane] = (await ask(admin, f"CONSUMER.INFO.{stream}.{lane}"))["config"]
     found["state"] = (await ask(admin, "STREAM.MSG.GET.KV_rollbus", {"last_by_subj": STATE}))["message"]["data"]
     return found
-
-
-DECODERS: dict[str, Callable[[bytes], object]] = {
-    "control": decode_command,
-    "client": decode_client_presence,
-    "link": decode_link_message,
-    "direct": decode_request_message,
-}
 
 
 def is_meant(message: Msg) -> bool:

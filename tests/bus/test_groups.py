@@ -1,6 +1,7 @@
 """`rb.groups`: each step returns the first groups that complete, and continues the other groups from their tokens."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterator
 
@@ -9,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
-from rollbus import GenerateRequest, GroupPrompt, GroupStep, InvalidRequest, NoWorkers, SamplingParams
+from rollbus import GenerateRequest, GroupPrompt, GroupSampler, GroupStep, InvalidRequest, NoWorkers, SamplingParams
 from rollbus.schemas.chunk import Chunk, End, FinishReason
 from rollbus.schemas.errors import BusClosed, ErrorCode
 from rollbus.schemas.messages import RequestKey
@@ -277,6 +278,19 @@ def group(first: int, n: int) -> GenerateRequest:
     return GenerateRequest(prompt_token_ids=[first, 2], sampling=sampling)
 
 
+@contextlib.asynccontextmanager
+async def stepping(
+    nats_url: str, fleet: str, *given: GenerateRequest
+) -> AsyncIterator[tuple[HandWorker, GroupSampler, asyncio.TaskGroup, asyncio.Task[GroupStep]]]:
+    """Run groups that all start in a first step which needs one of them, and a worker that a test acts for."""
+    async with (
+        hand_worker(nats_url, fleet) as (worker, rb),
+        rb.groups(given, n=given[-1].sampling.n, need=1, over=len(given)) as groups,
+        asyncio.TaskGroup() as tasks,
+    ):
+        yield worker, groups, tasks, tasks.create_task(groups.step())
+
+
 async def take(worker: HandWorker, count: int) -> dict[tuple[int, int], Taken]:
     """Return the next requests, by the first token of the prompt and the child."""
     taken = [await worker.take() for _ in range(count)]
@@ -294,12 +308,7 @@ async def test_open_answers_with_tokens_continue_and_without_tokens_restart(nats
 
     An answer without tokens restarts.
     """
-    async with (
-        hand_worker(nats_url, fleet) as (worker, rb),
-        rb.groups([group(1, 3), group(7, 3)], n=3, need=1, over=2) as groups,
-        asyncio.TaskGroup() as tasks,
-    ):
-        step = tasks.create_task(groups.step())
+    async with stepping(nats_url, fleet, group(1, 3), group(7, 3)) as (worker, groups, tasks, step):
         taken = await take(worker, 6)
         keys = {name: one.key for name, one in taken.items()}
         await worker.frame(
@@ -315,7 +324,7 @@ async def test_open_answers_with_tokens_continue_and_without_tokens_restart(nats
         assert sorted(await worker.aborted(2)) == sorted([keys[7, 1], keys[7, 2]])
         await worker.frame(1, aborted(keys[7, 1], 1, 3), aborted(keys[7, 2], 0, 0))
 
-        step = tasks.create_task(groups.step())
+        later = tasks.create_task(groups.step())
         rest = [await worker.take() for _ in range(2)]
         rest.sort(key=lambda one: one.request.prompt_len)
         new, going_on = (one.request for one in rest)
@@ -332,7 +341,7 @@ async def test_open_answers_with_tokens_continue_and_without_tokens_restart(nats
             chunk(rest[1].key, 0, 23, total=1),
             admitted=(rest[0].key, rest[1].key),
         )
-        second = await step
+        second = await later
         assert not await groups.step()
 
     answers = second.groups[0].generations
@@ -346,12 +355,7 @@ async def test_open_answers_with_tokens_continue_and_without_tokens_restart(nats
 
 async def test_an_answer_that_ended_before_its_abort_arrived_is_complete(nats_url: str, fleet: str) -> None:
     """If an answer ends before its abort arrives, it is complete, and the next step returns it immediately."""
-    async with (
-        hand_worker(nats_url, fleet) as (worker, rb),
-        rb.groups([group(1, 1), group(7, 1)], n=1, need=1, over=2) as groups,
-        asyncio.TaskGroup() as tasks,
-    ):
-        step = tasks.create_task(groups.step())
+    async with stepping(nats_url, fleet, group(1, 1), group(7, 1)) as (worker, groups, _tasks, step):
         taken = await take(worker, 2)
         one, other = taken[1, 0].key, taken[7, 0].key
         await worker.frame(0, chunk(one, 0, 5, total=1), chunk(other, 0, 6), admitted=(one, other))
@@ -370,12 +374,7 @@ async def test_an_answer_that_ended_before_its_abort_arrived_is_complete(nats_ur
 async def test_groups_that_end_together_are_returned_by_separate_steps(nats_url: str, fleet: str) -> None:
     """If three groups end in one frame and a step needs one, three steps return one each without more requests."""
     prompts = [group(1, 1), group(3, 1), group(5, 1)]
-    async with (
-        hand_worker(nats_url, fleet) as (worker, rb),
-        rb.groups(prompts, n=1, need=1, over=3) as groups,
-        asyncio.TaskGroup() as tasks,
-    ):
-        step = tasks.create_task(groups.step())
+    async with stepping(nats_url, fleet, *prompts) as (worker, groups, _tasks, step):
         keys = [(await worker.take()).key for _ in prompts]
         await worker.frame(0, *(chunk(key, 0, 5, total=1) for key in keys), admitted=tuple(keys))
         steps = [await step, await groups.step(), await groups.step(), await groups.step()]
@@ -388,40 +387,30 @@ async def test_groups_that_end_together_are_returned_by_separate_steps(nats_url:
 
 async def test_a_request_that_no_worker_has_accepted_is_stopped_immediately(nats_url: str, fleet: str) -> None:
     """A request that no worker has accepted ends locally. The next step sends it again as a new request."""
-    async with (
-        hand_worker(nats_url, fleet) as (worker, rb),
-        rb.groups([group(1, 1), group(7, 2)], n=2, need=1, over=2) as groups,
-        asyncio.TaskGroup() as tasks,
-    ):
-        step = tasks.create_task(groups.step())
+    async with stepping(nats_url, fleet, group(1, 1), group(7, 2)) as (worker, groups, tasks, step):
         taken = await take(worker, 4)
         ones = [taken[1, 0].key, taken[1, 1].key]
         await worker.frame(0, *(chunk(key, 0, 5, total=1) for key in ones), admitted=tuple(ones))
         assert len((await step).groups) == 1
 
-        step = tasks.create_task(groups.step())
+        later = tasks.create_task(groups.step())
         again = await take(worker, 2)
         assert again[7, 0].request.request_id != taken[7, 0].request.request_id
         keys = [again[7, 0].key, again[7, 1].key]
         await worker.frame(1, *(chunk(key, 0, 6, total=1) for key in keys), admitted=tuple(keys))
-        assert [answer.token_ids.tolist() for answer in (await step).groups[0].generations] == [[6], [6]]
+        assert [answer.token_ids.tolist() for answer in (await later).groups[0].generations] == [[6], [6]]
 
 
 async def test_a_request_continues_if_its_worker_does_not_confirm_the_abort(nats_url: str, fleet: str) -> None:
     """If a worker does not confirm an abort within a time limit, the request continues from the tokens so far."""
-    async with (
-        hand_worker(nats_url, fleet) as (worker, rb),
-        rb.groups([group(1, 1), group(7, 1)], n=1, need=1, over=2) as groups,
-        asyncio.TaskGroup() as tasks,
-    ):
-        step = tasks.create_task(groups.step())
+    async with stepping(nats_url, fleet, group(1, 1), group(7, 1)) as (worker, groups, tasks, step):
         taken = await take(worker, 2)
         one, other = taken[1, 0].key, taken[7, 0].key
         await worker.frame(0, chunk(one, 0, 5, total=1), chunk(other, 0, 6), admitted=(one, other))
         await step
-        step = tasks.create_task(groups.step())
+        later = tasks.create_task(groups.step())
         rest = await worker.take()
         assert rest.request.prompt_token_ids.tolist() == [7, 2, 6]  # type: ignore[union-attr]
         # The client ignores a late chunk of the first part.
         await worker.frame(1, chunk(other, 1, 9, total=2), chunk(rest.key, 0, 8, total=1), admitted=(rest.key,))
-        assert [answer.token_ids.tolist() for answer in (await step).groups[0].generations] == [[6, 8]]
+        assert [answer.token_ids.tolist() for answer in (await later).groups[0].generations] == [[6, 8]]

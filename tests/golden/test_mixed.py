@@ -20,15 +20,9 @@ from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
     RequestMessage,
-    decode_ack,
-    decode_client_presence,
     decode_command,
-    decode_frame,
-    decode_link_message,
-    decode_presence,
     decode_request,
     decode_request_message,
-    decode_service_message,
     encode,
 )
 from rollbus.schemas.request import GenerateRequest
@@ -36,7 +30,7 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE
 from tests.golden.test_golden import check_decodes_to, envelope, golden_bytes
-from tests.golden.vectors import VECTORS, Message
+from tests.golden.vectors import DECODERS, VECTORS, Message
 from tests.schemas.strategies import plain
 from tests.support.disagg import SHAPES, filtered
 from tests.support.invariants import observing
@@ -130,17 +124,6 @@ def _has_default(value: msgspec.Struct, field: msgspec.structs.FieldInfo) -> boo
 CONFIG = SyntheticConfig(step_s=0.0, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 MESSAGE = re.compile(rb"(H?)MSG rb\.v1\.[^.]+\.(\w+)\.\S+ .*?(?:(\d+) )?(\d+)\r\n")
 ANY_MESSAGE = re.compile(rb"H?MSG .*?(\d+)\r\n")
-DECODERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
-    "ack": decode_ack,
-    "client": decode_client_presence,
-    "control": decode_command,
-    "direct": decode_request_message,
-    "frame": decode_frame,
-    "link": decode_link_message,
-    "presence": decode_presence,
-    "req": decode_request_message,
-    "service": decode_service_message,
-}
 RELEASES = {"later": later, "earlier": earlier}
 
 

@@ -3,9 +3,12 @@
 Messages are appended and never edited, because other programs were written against their bytes.
 """
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
+from rollbus.schemas import messages
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
 from rollbus.schemas.control import Command, DesiredState
@@ -38,6 +41,18 @@ Message = (
     | DesiredState
     | ServiceMessage
 )
+DECODERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
+    "ack": messages.decode_ack,
+    "client": messages.decode_client_presence,
+    "control": messages.decode_command,
+    "direct": messages.decode_request_message,
+    "frame": messages.decode_frame,
+    "link": messages.decode_link_message,
+    "presence": messages.decode_presence,
+    "req": messages.decode_request_message,
+    "service": messages.decode_service_message,
+}
+"""Decoders of messages by the kind in their subject."""
 
 
 def i4(*values: int) -> bytes:

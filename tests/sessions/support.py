@@ -107,6 +107,10 @@ class Owner:
         found: dict[str, Any] = (await self.client.get(f"/v1/rl/sessions/{session['id']}")).json()
         return found
 
+    async def num_turns(self, session: dict[str, Any]) -> int:
+        """Return the number of a session's turns."""
+        return int((await self.read(session))["num_turns"])
+
 
 def agent_of(session: dict[str, Any], **options: Any) -> openai.AsyncOpenAI:
     """Return an unchanged client of OpenAI for a session."""

@@ -17,7 +17,7 @@ from rollbus.integrations.sessions import AgentSession, SessionFailed, open_sess
 from rollbus.trainer import PackError, Sample
 from tests.http.support import client_of, http_before, rows_of
 from tests.sessions.families import tokenizer_of
-from tests.sessions.support import CONFIG, EOS, TOOL, Owner, agent_of, serving, write_call, writes
+from tests.sessions.support import CONFIG, EOS, TOOL, agent_of, serving, write_call, writes
 from tests.support.waits import until
 
 __all__ = ["writes"]
@@ -351,16 +351,12 @@ async def test_a_turn_that_its_client_leaves_goes_on_for_a_retry_and_keeps_its_t
                     async for event in await agent.chat.completions.create(**asked, stream=True):
                         text += event.choices[0].delta.content or ""
                     assert text.strip() == ("Slowly, " * 100).strip()
-        await until(lambda: _num_turns(owner, session), 2)
+        await until(lambda: owner.num_turns(session), 2)
         read, samples = await owner.read(session), await owner.samples(session)
         assert [each["is_complete"] for each in read["turns"]] == [True, False]
         assert 0 < read["turns"][1]["num_sampled"] < read["turns"][0]["num_sampled"]
         assert len(samples) == 1
         assert len(await owner.samples(session, interrupted=True)) == 2
-
-
-async def _num_turns(owner: Owner, session: dict[str, Any]) -> int:
-    return int((await owner.read(session))["num_turns"])
 
 
 @pytest.mark.parametrize(

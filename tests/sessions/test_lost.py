@@ -105,7 +105,7 @@ async def test_a_seeded_turn_that_is_stopped_keeps_its_tokens(
             await until_state(http.own, lambda state: any(each.in_flight for each in state.workers))
             await asyncio.sleep(config.step_s * 5)
             asked.cancel()
-        await until(lambda: _num_turns(owner, session), 1)
+        await until(lambda: owner.num_turns(session), 1)
         (turn,) = (await owner.read(session))["turns"]
         assert (turn["is_complete"], turn["finish_reason"]) == (False, "abort")
         assert 0 < turn["num_sampled"] < 2000
@@ -202,7 +202,3 @@ async def test_a_stateful_turn_that_is_stopped_before_it_begins_ends_with_the_re
     async for added in turn.source(service, unused, [request], [choice]):
         list(added)
     assert (choice.finish_reason, turn.was_aborted) == ("abort", True)
-
-
-async def _num_turns(owner: Owner, session: dict[str, Any]) -> int:
-    return int((await owner.read(session))["num_turns"])
