@@ -103,13 +103,16 @@ def check_room(request: GenerateRequest, max_model_len: int) -> None:
         InvalidRequest: `sampling.max_tokens` or `sampling.min_tokens` is too large.
     """
     room = max_model_len - request.prompt_len
-    for name, low in (("max_tokens", 1), ("min_tokens", 0)):
+    for name, allowed in (
+        ("max_tokens", f"1 to {room}, or null for the most that fit"),
+        ("min_tokens", f"0 to {room}"),
+    ):
         value = getattr(request.sampling, name)
         if value is not None and value > room:
             raise InvalidRequest(
                 f"sampling.{name}",
                 f"is {value} after a prompt of {request.prompt_len} tokens",
-                f"{low} to {room}, because the model has {max_model_len} positions",
+                f"{allowed}, because the model has {max_model_len} positions",
             )
 
 

@@ -164,7 +164,7 @@ async def test_every_request_completes_after_one_undecodable_frame(
 async def test_jetstream_answers_between_lost_frames_cause_no_lost_attempt(nats_url: str, fleet: str) -> None:
     """Thousands of JetStream answers on the subjects of frames, while frames are lost, cause no lost attempt."""
     load, junk = await Load.mixed(50, CONFIG), 2000
-    noise = NatsNoise(r"\.frame\.", seed=1, drop=0.01)
+    noise = NatsNoise(r"\.frame\.", seed=1, drop=0.05)
     async with (
         observing(nats_url, fleet) as observer,
         filtered(nats_url, fleet, "one", CONFIG, client=noise.filter, workers=NatsNoise("none").filter) as (_, rb),

@@ -181,13 +181,13 @@ class InFlightRequests:
         """Add the output of one engine step."""
         if self._own or self._held_steps is not None:
             self._divert_steps(split(steps))
-            self.wake_waiters()
         else:
             self._execute(self.links.add_steps(steps, time.monotonic()))
         if self._gather_timer is None and self.links.dispatcher.is_gathering:
             self._gather_timer = asyncio.get_running_loop().call_later(GATHER_S, self._end_gathering)
         if self._count_timer is None and self.links.dispatcher.experts.is_behind:
             self._count_later()
+        self.wake_waiters()
 
     def _count_later(self) -> None:
         """Count the next rows of long prompts after frames that can be sent, and slowly while frames are in flight."""
