@@ -140,6 +140,8 @@ def plant_faults(llm: Any, family: str, first: Path, second: Path) -> dict[str, 
     for name, (planted, *_) in FAULTS[family].items():
         with planted(llm):
             answers[name] = call(llm, "rollbus_load_weights", path=str(first))
+            if answers[name]["code"] is None:
+                answers[name]["updated"] = difference(generate(llm), first)
         call(llm, "rollbus_load_weights", path=str(second))
     answers["repaired"] = {"updated": difference(generate(llm), second)}
     return answers
