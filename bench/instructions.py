@@ -4,15 +4,13 @@
 
 `instructions` are executed bytecode instructions and `c_calls` calls of C functions, of the caller's thread, the
 client's bus thread and the worker, each with the libraries that they call. `whole` is a request of `complete_many` with
-16 tokens, `stream` a request of `generate` without its tokens, `token` one token of a stream. `service` is the same
-over HTTP, in both threads of the service: `whole` at `/v1/completions`, streams at `/v1/chat/completions`. 16 requests
-run at once. A figure is the least of the rounds: what else happens can only add.
+16 tokens, `stream` a request of `generate` without its tokens, `token` one token of a stream. 16 requests run at once.
+A figure is the least of the rounds: what else happens can only add.
 
 The server is a real nats-server. Everything else is in lockstep, so that the counts repeat: the worker reads requests
 when the server has all of them, the engine starts when it has all of them, and a step of streams starts when the caller
-or the HTTP clients have read the step before. Time stands still in a round, so presence and leases cost nothing. The
-synthetic engine is not counted. The time that C code takes is not visible: `python -m bench --compare COMMIT transport`
-measures it.
+has read the step before. Time stands still in a round, so presence and leases cost nothing. The synthetic engine is not
+counted. The time that C code takes is not visible: `python -m bench --compare COMMIT transport` measures it.
 
 `instructions.json` has the figures of this commit. `--check` fails if a figure differs by more than 3 %, and `--record`
 writes the file. `--functions` prints the functions with most instructions. `--costs` prints the instructions of each
@@ -25,15 +23,12 @@ import gc
 import json
 import linecache
 import re
-import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import Context
 from importlib.metadata import version
 from pathlib import Path
@@ -45,15 +40,12 @@ import uvloop
 
 import rollbus
 from bench.compare import COUNT_NOISE, COUNTS
-from bench.http import MODEL, VOCAB_SIZE, make_model, make_request
 from bench.processes import bus_request
 from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.bus.queue import puller
 from rollbus.frontend.cli.tables import spreads
-from rollbus.frontend.http import Settings
-from rollbus.frontend.http.server import listen, serving
 from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.options import arg, flag
 from rollbus.workers.config import WorkerConfig
@@ -65,12 +57,9 @@ RECORDED: Final = Path(__file__).with_suffix(".json")
 LIBRARIES: Final = {"python": "{}.{}".format(*sys.version_info), "nats-py": version("nats-py")}
 """Versions of which the recorded figures are. With others, the figures are shown and not judged."""
 REQUESTS: Final = 16
-PROMPT: Final = range(32)
 WHOLE, SHORT, LONG = (True, 16), (False, 4), (False, 20)
 """Whole results or streams, and the tokens of each request."""
-LOADS: Final = [(over_http, *load) for over_http in (False, True) for load in (WHOLE, SHORT, LONG)]
-PATHS: Final = {True: "/v1/completions", False: "/v1/chat/completions"}
-"""The routes for whole answers and for streams."""
+LOADS: Final = (WHOLE, SHORT, LONG)
 SPANS: Final = "spans"
 GUARD: Final = re.compile(r"^(?!.*\bCall\().*\b(spans|tracer)\b")
 """Lines of the checks whether a call has spans."""
@@ -93,16 +82,14 @@ FEATURES: Final = {
 }
 """Parts of the file and name of the functions of each feature."""
 THREADS: Final = ("caller", "bus", "worker")
-PLACES: Final = {**{thread: (False, (thread,)) for thread in THREADS}, "service": (True, ("caller", "bus"))}
-"""What is counted: whether the requests come over HTTP, and the threads."""
 NOT_COUNTED: Final = (__file__, "/workers/engines/synthetic/")
 FAR_S: Final = 3600.0
 SOON_S: Final = 0.2
 """Longest delay of a timer that fires at the end of a round. Acks of frames have such timers."""
 NEXT_STEP: Final = "If this is intended, run `python -m bench.instructions --record`, and say why in the commit."
 WAIT_S: Final = 60.0
-QUIET_S: Final = 0.01
-"""Seconds between two looks whether the threads have something to do."""
+QUIET_S: Final = 0.05
+"""Seconds without an instruction after which a thread has nothing more to do."""
 
 
 Function = tuple[CodeType, str]
@@ -241,7 +228,7 @@ class SteppedEngine(SyntheticEngine):
     """Starts requests when it has all of a round, and makes a step for each permit."""
 
     def __init__(self) -> None:
-        super().__init__(SyntheticConfig(max_num_seqs=REQUESTS, vocab_size=VOCAB_SIZE))
+        super().__init__(SyntheticConfig(max_num_seqs=REQUESTS))
         self.loop = asyncio.get_running_loop()
         self.permits = asyncio.Semaphore(0)
         self._waiting_for_all: list[tuple[str, rollbus.GenerateRequest, KvTransfer | None]] = []
@@ -263,28 +250,24 @@ class SteppedEngine(SyntheticEngine):
 
 Counts = dict[str, tuple[Counter[Function], Counter[Function]]]
 """By thread: instructions and C calls of one round."""
-Load = tuple[bool, bool, int]
+Load = tuple[bool, int]
 Cost = dict[Function, float]
 """By function: instructions or C calls of one request or token."""
 
 
 class Bus:
-    """A worker and a client with a caller, which is also the HTTP service, each in its own thread.
+    """A worker and a client with a caller, each in its own thread.
 
     Args:
-        server: the server of the bus.
-        folder: empty folder for the model.
+        url: address of the server.
     """
 
-    def __init__(self, server: EmbeddedServer, folder: Path) -> None:
-        self._server = server
-        self._folder = folder
-        make_model(folder)
+    def __init__(self, url: str) -> None:
+        self._url = url
         self.tallies = {thread: Tally() for thread in THREADS}
         self._worker = Future[tuple[SteppedEngine, Callable[[], None]]]()
-        self._client = Future[tuple[asyncio.AbstractEventLoop, rollbus.Client, list[socket.socket]]]()
+        self._client = Future[tuple[asyncio.AbstractEventLoop, rollbus.Client]]()
         self._is_over = asyncio.Event()
-        self._pool = ThreadPoolExecutor(1)
         self._threads = [
             threading.Thread(target=self._run, args=(self.tallies["worker"], self._serve()), daemon=True),
             threading.Thread(target=self._run, args=(self.tallies["caller"], self._connect()), daemon=True),
@@ -294,7 +277,7 @@ class Bus:
         for thread in self._threads:
             thread.start()
         self.engine, self._stop = self._worker.result(WAIT_S)
-        self.loop, self.rb, self._clients = self._client.result(WAIT_S)
+        self.loop, self.rb = self._client.result(WAIT_S)
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -312,7 +295,7 @@ class Bus:
     async def _serve(self) -> None:
         engine = SteppedEngine()
         config = WorkerConfig(
-            nats_url=self._server.url, fleet="default", model=MODEL, worker_id="w", lease_s=60.0, listen_s=0.0
+            nats_url=self._url, fleet="default", model="synthetic", worker_id="w", lease_s=60.0, listen_s=0.0
         )
         worker = Worker(config, engine)
         self._worker.set_result((engine, worker.stop))
@@ -320,33 +303,28 @@ class Bus:
 
     async def _connect(self) -> None:
         threading.settrace(self.tallies["bus"].start)
-        on = listen("127.0.0.1", 0)
-        async with rollbus.connect(self._server.url) as rb, serving(rb, Settings(tokenizer=self._folder), on):
+        async with rollbus.connect(self._url) as rb:
             threading.settrace(None)
             await rb.fleet.wait_for_workers()
-            clients = [socket.create_connection(on.getsockname()) for _ in range(REQUESTS)]
-            self._client.set_result((asyncio.get_running_loop(), rb, clients))
+            self._client.set_result((asyncio.get_running_loop(), rb))
             await self._is_over.wait()
 
     def count(self, load: Load) -> Counts:
         """Run one round, and return what it costs."""
-        over_http, is_whole, tokens = load
+        is_whole, tokens = load
+        requests = [bus_request(list(range(32)), tokens, routing=False) for _ in range(REQUESTS)]
         before = {thread: tally.copy() for thread, tally in self.tallies.items()}
         may_read = threading.Event()
         self.engine.loop.call_soon_threadsafe(may_read.wait)
         self.engine.permits = asyncio.Semaphore(tokens if is_whole else 0)
-        if over_http:
-            done = self._pool.submit(self._ask, is_whole, tokens)
-        else:
-            requests = [bus_request(list(PROMPT), tokens, routing=False) for _ in range(REQUESTS)]
-            main = self._complete(requests) if is_whole else self._stream(requests, tokens)
-            done = asyncio.run_coroutine_threadsafe(main, self.loop)
-        self._wait_until_quiet()
+        main = self._complete(requests) if is_whole else self._stream(requests, tokens)
+        done = asyncio.run_coroutine_threadsafe(main, self.loop)
+        self._wait_until_quiet("caller", "bus")
         may_read.set()
         done.result(WAIT_S)
-        self._wait_until_quiet()
+        self._wait_until_quiet(*THREADS)
         StillLoop.pass_time()
-        self._wait_until_quiet()
+        self._wait_until_quiet(*THREADS)
         after = {thread: tally.copy() for thread, tally in self.tallies.items()}
         return {
             thread: (after[thread][0] - before[thread][0], after[thread][1] - before[thread][1]) for thread in after
@@ -372,37 +350,11 @@ class Bus:
             for request in requests:
                 tasks.create_task(read(request))
 
-    def _ask(self, is_whole: bool, tokens: int) -> None:
-        """Get answers over HTTP. The next step of streams starts when all clients have their events of a step."""
-        for client in self._clients:
-            client.sendall(make_request(PATHS[is_whole], list(PROMPT), tokens, stream=not is_whole))
-        answers = [b""] * REQUESTS
-        # The first event has no token. The last chunk of an answer is empty.
-        steps = [] if is_whole else [(b"\n\n", 1 + number) for number in range(1, 1 + tokens)]
-        for mark, times in [*steps, (b"\r\n0\r\n\r\n", 1)]:
-            for at, client in enumerate(self._clients):
-                while answers[at].count(mark) < times:
-                    answers[at] += client.recv(1 << 20)
-            self.engine.loop.call_soon_threadsafe(self.engine.permits.release)
-
-    def _wait_until_quiet(self) -> None:
-        """Wait until all other threads, and those of the server, have nothing to do."""
+    def _wait_until_quiet(self, *threads: str) -> None:
+        """Wait until the threads execute nothing."""
         last: list[int] = []
-        while last != (last := [tally.num_instructions for tally in self.tallies.values()]) or self._is_busy():
+        while last != (last := [self.tallies[thread].num_instructions for thread in threads]):
             time.sleep(QUIET_S)
-
-    def _is_busy(self) -> bool:
-        """Return True if a thread runs, or waits for a core. The counts of a thread that gets no core do not change."""
-        states = (
-            task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
-            for process in ("self", self._server.pid)
-            for task in Path(f"/proc/{process}/task").iterdir()
-            if task.name != str(threading.get_native_id())
-        )
-        # A thread may end meanwhile.
-        with suppress(OSError):
-            return any(state != "S" for state in states)
-        return True
 
 
 async def measure(rounds: int) -> dict[Load, list[Counts]]:
@@ -411,13 +363,12 @@ async def measure(rounds: int) -> dict[Load, list[Counts]]:
     standing = b'{"batch":1,"expires":%d}' % int(FAR_S * 1e9)
     async with EmbeddedServer() as server:
         with (
-            tempfile.TemporaryDirectory() as folder,
             mock.patch.object(uvloop, "new_event_loop", StillLoop),
             mock.patch.object(puller, "_STANDING", standing, create=True),
-            Bus(server, Path(folder)) as bus,
+            Bus(server.url) as bus,
         ):
             # The first requests wait for presence and load modules.
-            for load in LOADS:
+            for load in (WHOLE, SHORT):
                 bus.count(load)
             gc.collect()
             gc.disable()
@@ -429,15 +380,9 @@ async def measure(rounds: int) -> dict[Load, list[Counts]]:
     return measured
 
 
-def costs(measured: Mapping[Load, Sequence[Counts]], place: str, kind: int) -> dict[str, Cost]:
+def costs(measured: Mapping[Load, Sequence[Counts]], thread: str, kind: int) -> dict[str, Cost]:
     """Return the costs of a whole request, of a stream without its tokens, and of a token of it."""
-    over_http, threads = PLACES[place]
-
-    def summed(counts: Counts) -> Counter[Function]:
-        return sum((counts[thread][kind] for thread in threads), Counter[Function]())
-
-    loads = [load for load in LOADS if load[0] is over_http]
-    whole, short, long = (min(map(summed, measured[load]), key=Counter.total) for load in loads)
+    whole, short, long = (min((one[thread][kind] for one in measured[load]), key=Counter.total) for load in LOADS)
     token = {code: (long[code] - short[code]) / REQUESTS / (LONG[1] - SHORT[1]) for code in short | long}
     stream = {code: short[code] / REQUESTS - SHORT[1] * token[code] for code in token}
     return {"whole": {code: count / REQUESTS for code, count in whole.items()}, "stream": stream, "token": token}
@@ -476,12 +421,12 @@ def run(args: argparse.Namespace, report: Report) -> None:
             report.add(feature=feature or "everything", **cost_of)
         return
     counts: dict[str, dict[str, float]] = {}
-    for place in PLACES:
-        each = [costs(measured, place, kind) for kind in range(len(COUNTS))]
+    for thread in THREADS:
+        each = [costs(measured, thread, kind) for kind in range(len(COUNTS))]
         for work in each[0]:
             totals = [round(sum(one[work].values()), 1) for one in each]
-            counts[f"{work} {place}"] = dict(zip(COUNTS, totals, strict=True))
-            report.add(work=work, thread=place, **spreads([counts[f"{work} {place}"]]))
+            counts[f"{work} {thread}"] = dict(zip(COUNTS, totals, strict=True))
+            report.add(work=work, thread=thread, **spreads([counts[f"{work} {thread}"]]))
             write_functions(each[0][work], args.functions)
     if args.record:
         RECORDED.write_text(json.dumps({"libraries": LIBRARIES, "counts": counts}, indent=1) + "\n")
