@@ -183,7 +183,8 @@ async def test_an_adapter_that_is_lost_in_a_replacement_cannot_be_named(tmp_path
 
     Its requests end as retryable.
     """
-    async with rig(tmp_path, engine=AdapterLosingEngine) as worker:
+    # With steps without a pause, the threads of low priority that read the files may take longer than the command has.
+    async with rig(tmp_path, SyntheticConfig(step_s=0.005), engine=AdapterLosingEngine) as worker:
         await load(worker, "a", worker.adapter("1", 1), 1)
         await worker.begin("r", LONG, lora="a")
         assert isinstance(worker.engine, AdapterLosingEngine)
