@@ -157,8 +157,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     Raises:
         ControlError: `bad_source`.
     """
-    fd = open_regular(path)
-    with os.fdopen(fd, "rb") as file, reading(path):
+    with open_regular(path) as fd, os.fdopen(fd, "rb", closefd=False) as file, reading(path):
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise bad_source(f"{path} is larger than {MAX_JSON_BYTES} bytes")

@@ -86,18 +86,29 @@ def reading(what: object) -> Iterator[None]:
         raise bad_source(f"{what} cannot be read: {error.strerror or error}") from error
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor. Opening a named pipe does not block.
+@contextlib.contextmanager
+def open_file(path: Path, flags: int = os.O_NONBLOCK, *mode: int) -> Iterator[int]:
+    """Open a file and yield its descriptor. By default, open it for reading, without waiting for a named pipe."""
+    fd = os.open(path, flags | os.O_CLOEXEC, *mode)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """Open a regular file for reading and yield its descriptor. Opening a named pipe does not block.
 
     Raises:
         ControlError: `bad_source`: the file cannot be opened or is no regular file.
     """
-    with reading(path):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise bad_source(f"{path} is no regular file")
-    return fd
+    with contextlib.ExitStack() as stack:
+        with reading(path):
+            fd = stack.enter_context(open_file(path))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise bad_source(f"{path} is no regular file")
+        yield fd
 
 
 def _check_allowed(real: Path, roots: Sequence[Path], shown: str) -> None:
@@ -174,14 +185,11 @@ def read_header(path: Path) -> dict[str, Tensor]:
     Raises:
         ControlError: `bad_source`: the file cannot be read, is truncated, or is no safetensors file.
     """
-    fd = open_regular(path)
     try:
-        with reading(path):
+        with open_regular(path) as fd, reading(path):
             tensors = safetensors_header.read_header(fd)
     except safetensors_header.BadSafetensors as error:
         raise bad_source(path, error) from error
-    finally:
-        os.close(fd)
     return {name: Tensor(stored.dtype, stored.shape, path, stored.begin) for name, stored in tensors.items()}
 
 
@@ -218,11 +226,8 @@ def note_files(files: Iterable[Path]) -> dict[Path, FileNote]:
     """
     notes = {}
     for path in sorted(files):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        with open_file(path) as fd:
             notes[path] = FileNote.of(os.fstat(fd))
-        finally:
-            os.close(fd)
     return notes
 
 
@@ -364,8 +369,7 @@ def hash_range(path: Path, begin: int, size: int, on_bytes: Callable[[int], None
         ControlError: `bad_source`: the file cannot be read or is too short.
     """
     sha, end = hashlib.sha256(), begin + size
-    fd = open_regular(path)
-    try:
+    with open_regular(path) as fd:
         while begin < end:
             piece = scratch.get(PIECE_BYTES)[: min(PIECE_BYTES, end - begin)].data
             count = os.preadv(fd, [piece], begin)
@@ -374,8 +378,6 @@ def hash_range(path: Path, begin: int, size: int, on_bytes: Callable[[int], None
             sha.update(piece[:count])
             begin += count
             on_bytes(count)
-    finally:
-        os.close(fd)
     return sha.hexdigest()
 
 

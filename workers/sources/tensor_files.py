@@ -3,7 +3,6 @@
 A valid tensor is written to its position in the files of the version. All functions block, and run in `threads`.
 """
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -18,7 +17,7 @@ from ...bus.protocol.weights.tensors import DeltaError, Encoded, FileLayout, app
 from ...schemas.errors import bad_source
 from ...schemas.manifest import Manifest, TensorDelta, TensorEntry
 from ...schemas.rows import Uint8s
-from .content import PIECE_BYTES, Tensor, hash_range, open_regular
+from .content import PIECE_BYTES, Tensor, hash_range, open_file, open_regular
 from .threads import Job, Scratch
 
 OnBytes = Callable[[int], None]
@@ -92,7 +91,7 @@ def verify_file(path: Path, sha256: str, _scratch: Scratch | None = None) -> Non
     Raises:
         ControlError: `bad_source`.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
+    with open_regular(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         raise bad_source(path, f"is damaged: its SHA-256 is {found}, expected: {sha256}")
@@ -143,7 +142,7 @@ def _build(
         sha.update(piece)
         on_bytes(len(piece))
     _check_sha256(entry, sha.hexdigest())
-    with _open_file(target.path, os.O_WRONLY) as fd:
+    with open_file(target.path, os.O_WRONLY | os.O_NOFOLLOW) as fd:
         _write(fd, content, target.offset)
 
 
@@ -169,7 +168,7 @@ def _read_change(change: Change) -> Encoded:
 
 def _write_header(path: Path, file: FileLayout) -> None:
     """Write the header of a file and set its size. Existing contents stay."""
-    with _open_file(path, os.O_WRONLY | os.O_CREAT) as fd:
+    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600) as fd:
         os.ftruncate(fd, file.size)
         _write(fd, np.frombuffer(file.header, np.uint8), 0)
 
@@ -194,22 +193,13 @@ def _delete_others(folder: Path, files: Iterable[FileLayout]) -> None:
             shutil.rmtree(entry)
 
 
-@contextlib.contextmanager
-def _open_file(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _read(path: Path, offset: int, into: Uint8s) -> None:
     """Fill `into` from a file.
 
     Raises:
         ControlError: `bad_source`: the file is too short.
     """
-    with _open_file(path, os.O_RDONLY) as fd:
+    with open_file(path, os.O_NOFOLLOW) as fd:
         rest = into.data
         while rest:
             count = os.preadv(fd, [rest], offset)
