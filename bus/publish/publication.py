@@ -6,8 +6,8 @@ A version is valid only after the chain record names it. An adapter is valid aft
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final, Protocol
 
 import msgspec
 
@@ -42,9 +42,6 @@ from ..objects.writer import (
 from ..protocol.weights import chain
 from .chain_store import ChainKey, as_info, as_rank_object, find_failure, sending_signs, silence_of, store_failure
 
-if TYPE_CHECKING:
-    from .versions import VersionStore
-
 logger = logging.getLogger(__name__)
 
 RANK_POLL_S: Final = 0.25
@@ -53,6 +50,17 @@ LIST: Final = "list"
 """Name of the object with the list of a rank."""
 FAIL_S: Final = 10.0
 """Seconds for reporting a failure to rank 0. If the server is away, rank 0 waits until its own timeout."""
+
+
+class Store(Protocol):
+    """What a publication uses of the `VersionStore` that began it."""
+
+    record: ChainRecord
+    publications: set["Publication"]
+    make_room: Callable[[], Awaitable[None]]
+
+    async def change(self, change: Callable[[ChainRecord], ChainRecord]) -> None:
+        """Write the chain record while the lease is held."""
 
 
 class Publication:
@@ -68,7 +76,7 @@ class Publication:
         tag: tag in the ids of the folder's object chunks.
     """
 
-    def __init__(self, store: "VersionStore", key: ChainKey, opened: OpenedVersion) -> None:
+    def __init__(self, store: Store, key: ChainKey, opened: OpenedVersion) -> None:
         self._store = store
         self._key = key
         self.opened: Final = opened
