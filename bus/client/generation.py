@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import force_setattr
@@ -40,8 +41,10 @@ class SampleKey(NamedTuple):
     """Index of the sample, 0 to n - 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Generation:
+# The constructor of a struct is C code. That of a frozen dataclass sets each field with a call in the caller's loop.
+# `dataclass` is for `dataclasses.replace` and `dataclasses.fields`.
+@dataclass(init=False, repr=False, eq=False, match_args=False)
+class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The result of one request, or of one child of a request with n > 1.
 
     Each array belongs to the caller and is writable. A failed request of `complete_many` has `finish_reason` ERROR,
