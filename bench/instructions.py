@@ -70,7 +70,7 @@ FEATURES: Final = {
     SPANS: ("/tracing/", ":CallSpans."),
     "placement": ("/client/placement.py:", "/queue/placement.py:", "/queue/load.py:"),
     "shares": ("/queue/fairness.py:", ":PullPlan._count_shares"),
-    "versions of KV": (":kv_arrays", ":_find_recomputed"),
+    "versions of KV": (":kv_arrays",),
     "checks of requests": (
         "/schemas/checks.py:",
         "/schemas/request_fields.py:",

@@ -8,12 +8,12 @@ case, all KV up to there has the version of the next token.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.chunk import Chunk, SamplingMask
+from ....schemas.chunk import Chunk, RoutedExperts, SamplingMask
 from ....schemas.rows import DTYPES, Rows
 
 Spans = tuple[tuple[int, int], ...]
@@ -77,7 +77,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
     The chunks must follow each other without a gap, as `rollbus.bus.protocol.stream.response_stream` delivers them.
     Fields that few results have may be missing.
     """
-    token_ids, logprobs, versions, has_more = [], [], [], False
+    token_ids, logprobs, versions, rows, has_more = [], [], [], list[RoutedExperts](), False
     # The caller's loop runs this for each result, so the usual fields need a single pass.
     for chunk in chunks:
         if chunk.token_ids_data:
@@ -85,13 +85,15 @@ def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
             versions.append(_pack_version(chunk.weight_version) * (len(chunk.token_ids_data) // 4))
             if chunk.logprobs_data is not None:
                 logprobs.append(chunk.logprobs_data)
+        if chunk.routed_experts is not None:
+            rows.append(chunk.routed_experts)
         if chunk.lora_version is not None or chunk.top_logprobs or chunk.prompt_logprobs or chunk.sampling_mask:
             has_more = True
     arrays = {
         "token_ids": _own(token_ids, "<i4"),
         "logprobs": _own(logprobs, "<f4") if logprobs else None,
         "weight_versions": _own(versions, "<i4"),
-        "routed_experts": _join_rows(chunks),
+        "routed_experts": _join_rows(rows) if rows else None,
     }
     return arrays | _join_rare(chunks) if has_more else arrays
 
@@ -119,20 +121,6 @@ def _own(parts: Sequence[bytes], dtype: str) -> npt.NDArray[Any]:
     return np.frombuffer(bytearray().join(parts), dtype)
 
 
-class _Recomputed(NamedTuple):
-    """The places where the KV was recomputed."""
-
-    tokens: list[int]
-    """The numbers of the tokens before which this happened. The first is 0, because a prompt is always computed."""
-    is_end_known: bool
-    """True if no recomputation after the last of them is missing."""
-    is_all_known: bool
-    """True if no recomputation is missing."""
-    num_tokens: int
-    versions: set[tuple[int, int | None]]
-    """The versions of the weights and of the adapter."""
-
-
 def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
     """Return the KV fields of a `Generation` by their names.
 
@@ -140,44 +128,39 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
         chunks: the chunks that `rollbus.bus.protocol.stream.response_stream` delivers.
         prompt_len: Lp of the whole request.
     """
-    found = _find_recomputed(chunks)
-    is_known = bool(found.num_tokens) and found.is_end_known
-    if len(found.versions) == 1:
+    # The numbers of the tokens before which the KV was recomputed. The first is 0: a prompt is always computed.
+    recomputed, num_tokens, versions = [0], 0, set()
+    # Is a recomputation missing after the last of them, and is one missing at all?
+    is_known = is_all_known = True
+    made = [chunk for chunk in chunks if chunk.token_ids_data]
+    for chunk in made:
+        versions.add((chunk.weight_version, chunk.lora_version))
+        if chunk.kv_recomputed is None:
+            is_known = is_all_known = False
+        elif chunk.kv_recomputed:
+            is_known = True
+            if num_tokens:
+                recomputed.append(num_tokens)
+        num_tokens += len(chunk.token_ids_data) // 4
+    if len(versions) == 1:
         # The usual case: no array needs to be computed.
-        [(version, lora)] = found.versions
+        [(version, lora)] = versions
         return {
             "kv_version_spans": ((0, version),) if is_known else None,
             "kv_lora_version_spans": ((0, lora),) if is_known and lora is not None else None,
-            "kv_mixed": np.zeros(found.num_tokens, np.bool_) if found.is_all_known else None,
+            "kv_mixed": np.zeros(num_tokens, np.bool_) if is_all_known else None,
         }
-    chunks = [chunk for chunk in chunks if chunk.token_ids_data]
-    sizes = [chunk.num_tokens for chunk in chunks]
-    weights = np.repeat(np.array([chunk.weight_version for chunk in chunks], "i4"), sizes)
-    lora_versions = [NO_LORA if chunk.lora_version is None else chunk.lora_version for chunk in chunks]
+    sizes = [chunk.num_tokens for chunk in made]
+    weights = np.repeat(np.array([chunk.weight_version for chunk in made], "i4"), sizes)
+    lora_versions = [NO_LORA if chunk.lora_version is None else chunk.lora_version for chunk in made]
     loras = np.repeat(np.array(lora_versions, "i4"), sizes)
+    is_known = is_known and bool(made)
     has_lora = is_known and bool((loras != NO_LORA).all())
     return {
-        "kv_version_spans": find_spans(weights, found.tokens[-1], prompt_len) if is_known else None,
-        "kv_lora_version_spans": find_spans(loras, found.tokens[-1], prompt_len) if has_lora else None,
-        "kv_mixed": _find_mixed(weights, loras, found.tokens) if found.is_all_known else None,
+        "kv_version_spans": find_spans(weights, recomputed[-1], prompt_len) if is_known else None,
+        "kv_lora_version_spans": find_spans(loras, recomputed[-1], prompt_len) if has_lora else None,
+        "kv_mixed": _find_mixed(weights, loras, recomputed) if is_all_known else None,
     }
-
-
-def _find_recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
-    tokens, num_tokens, is_end_known, is_all_known = [0], 0, True, True
-    versions = set()
-    for chunk in chunks:
-        if not chunk.token_ids_data:
-            continue
-        versions.add((chunk.weight_version, chunk.lora_version))
-        if chunk.kv_recomputed is None:
-            is_end_known = is_all_known = False
-        elif chunk.kv_recomputed:
-            is_end_known = True
-            if num_tokens:
-                tokens.append(num_tokens)
-        num_tokens += len(chunk.token_ids_data) // 4
-    return _Recomputed(tokens, is_end_known, is_all_known, num_tokens, versions)
 
 
 def find_spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
@@ -202,10 +185,7 @@ def _find_mixed(
     return mixed
 
 
-def _join_rows(chunks: Sequence[Chunk]) -> Rows | None:
-    parts = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
-    if not parts:
-        return None
+def _join_rows(parts: Sequence[RoutedExperts]) -> Rows:
     rows = np.empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), DTYPES[parts[0].dtype])
     at = 0
     for part in parts:
