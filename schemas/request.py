@@ -152,10 +152,9 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
     def __post_init__(self) -> None:
         """Check every field and convert it to its canonical type."""
         _CHECKS.apply(self)
-        start = check_int(
-            "routed_experts_prompt_start", self.routed_experts_prompt_start, 0, len(self.prompt_token_ids)
-        )
-        if start is not self.routed_experts_prompt_start:
+        start = self.routed_experts_prompt_start
+        if type(start) is not int or start:
+            start = check_int("routed_experts_prompt_start", start, 0, len(self.prompt_token_ids))
             force_setattr(self, "routed_experts_prompt_start", start)
 
     @property
@@ -351,6 +350,9 @@ def _derive_seed(seed: int, num_tokens: int) -> int:
 
 def check_given_id(field: str, value: object) -> str:
     """Accept printable ids of up to 512 characters without a space at either end."""
+    if type(value) is str and REQUEST_ID_PATTERN.fullmatch(value) is not None:
+        # The usual id, as on the wire.
+        return value
     if (
         not isinstance(value, str)
         or not 1 <= len(value) <= MAX_GIVEN_ID_CHARS
