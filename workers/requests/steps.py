@@ -271,9 +271,10 @@ class StepDispatcher:
             request.early_steps += (step,)
             return
         had_token = request.has_token
-        if not had_token and not self._forward_early(request, step, now, instructions):
-            return
-        if request.gathers:
+        if not had_token:
+            if not self._forward_early(request, step, now, instructions):
+                return
+        elif request.gathers:
             if not self.flush_request(request, instructions):
                 return
             # The next batch counts its seconds from this step.
@@ -308,19 +309,20 @@ class StepDispatcher:
         """Batch the tokens of unstreamed requests. Forward the other tokens immediately."""
         slots = self._gathering.find_slots(batch.keys)
         missing: list[int] = (slots < 0).nonzero()[0].tolist()
-        found, others = self._requests.open_all([batch.keys[i] for i in missing]), list[int]()
-        for i, request in zip(missing, found, strict=True):
-            if request is None or not request.gathers:
-                others.append(i)
-            else:
-                slots[i] = self._gathering.open(request.name, request.last_at)
-        if others:
+        if missing:
+            found, others = self._requests.open_all([batch.keys[i] for i in missing]), list[int]()
+            for i, request in zip(missing, found, strict=True):
+                if request is None or not (request.gathers and request.has_token):
+                    others.append(i)
+                else:
+                    slots[i] = self._gathering.open(request.name, request.last_at)
             if len(others) == len(batch):
                 self._forward_batch(batch, found, now, instructions)
                 return
-            rest, at = batch.pick(others), np.flatnonzero(slots >= 0)
-            self._forward_batch(rest, self._requests.open_all(rest.keys), now, instructions)
-            batch, slots = batch.pick(at.tolist()), slots[at]
+            if others:
+                rest, at = batch.pick(others), np.flatnonzero(slots >= 0)
+                self._forward_batch(rest, self._requests.open_all(rest.keys), now, instructions)
+                batch, slots = batch.pick(at.tolist()), slots[at]
         while not self._gathering.takes(batch, self._versions.weight_version):
             self.flush(instructions)
         try:
@@ -432,7 +434,7 @@ class StepDispatcher:
         ahead, request.early_steps = request.early_steps, ()
         if not len(step.token_ids):
             return True
-        request.cached_tokens = sum(one.cached_tokens or 0 for one in (*ahead, step))
+        request.cached_tokens = sum([one.cached_tokens or 0 for one in ahead], step.cached_tokens or 0)
         self._stats.cached_prompt_tokens += request.cached_tokens
         self._stats.recomputed_prompt_tokens += max(request.prompt_len - request.cached_tokens, 0)
         request.timeline.add("prefilled", request.prompt_len, request.cached_tokens)
