@@ -392,7 +392,14 @@ class RequestDispatcher:
         self._coordinator.stats.requests += len(children)
         try:
             if worker is None:
-                await self._publish_to_queue(first, data)
+                await self.publisher.publish(
+                    token=first,
+                    model=first.open_call.model,
+                    lane=first.lane,
+                    data=data,
+                    msg_id=f"{self._client}.{self._incarnation}.{first.msg_id}",
+                    ttl_s=max(first.deadline - time.monotonic(), 0),
+                )
             else:
                 self._coordinator.stats.direct += sum(child.state is RequestState.HANDED_OVER for child in children)
                 await publish(self._nats, self._subjects.direct(self._client, worker), data)
@@ -419,16 +426,6 @@ class RequestDispatcher:
                 placed_for=self.placement.reason(child) if kv is None or kv.is_prefill else "",
                 lost=_in_unix_time(child.stream.lost) if child.stream.lost else (),
             )
-        )
-
-    async def _publish_to_queue(self, child: ChildRequest, data: bytes) -> None:
-        await self.publisher.publish(
-            token=child,
-            model=child.open_call.model,
-            lane=child.lane,
-            data=data,
-            msg_id=f"{self._client}.{self._incarnation}.{child.msg_id}",
-            ttl_s=max(child.deadline - time.monotonic(), 0),
         )
 
     def _on_publish_result(self, child: ChildRequest, result: PublishResult) -> None:
