@@ -155,7 +155,7 @@ class OutboundRegistry:
 
     def find(self, client: str, incarnation: str) -> OutboundLink | None:
         """Return the link to this incarnation of a client, or None."""
-        return self.incarnations_of(client).get(incarnation)
+        return self._links.get(client, {}).get(incarnation)
 
     def link(self, client: str, incarnation: str) -> OutboundLink:
         """Return the link to this incarnation of a client. Open a link if there is none."""

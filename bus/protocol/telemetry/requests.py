@@ -266,11 +266,19 @@ class OpenTimeline:
         request: the timeline without events.
         clock: seconds that never go back, for durations.
         wall: the present Unix time in seconds.
+        published_at: the time at which the queue stored the request, by the server's clock.
     """
 
     __slots__ = ("_clock", "_events", "_offered", "_offset_s", "is_held", "request", "serial", "weight_version")
 
-    def __init__(self, serial: int, request: RequestTimeline, clock: Callable[[], float], wall: float) -> None:
+    def __init__(
+        self,
+        serial: int,
+        request: RequestTimeline,
+        clock: Callable[[], float],
+        wall: float,
+        published_at: float | None = None,
+    ) -> None:
         self.serial = serial
         self.request = request
         self.weight_version = 0
@@ -278,7 +286,7 @@ class OpenTimeline:
         # Number of prompt tokens, traceparent and adapter.
         self._offered: tuple[int, str | None, str | None] | None = None
         # The fields of each event, in the order of `_EVENT_FIELDS`. Those at the end may be missing.
-        self._events: list[tuple[Any, ...]] = []
+        self._events: list[tuple[Any, ...]] = [] if published_at is None else [(published_at, "published")]
         self._clock = clock
         self._offset_s = wall - clock()
 
@@ -321,10 +329,6 @@ class OpenTimeline:
         if self.is_held:
             self.is_held = False
             self.add("resumed")
-
-    def add_published(self, at: float) -> None:
-        """Record that the queue has stored the request at `at`, by the server's clock."""
-        self._events.append((at, "published"))
 
     @property
     def last_at(self) -> float:
@@ -406,9 +410,7 @@ class TimelineBook:
             published_at: the time at which the queue stored it.
         """
         self._num_begun += 1
-        timeline = OpenTimeline(self._num_begun, request, self._clock, self._wall())
-        if published_at is not None:
-            timeline.add_published(published_at)
+        timeline = OpenTimeline(self._num_begun, request, self._clock, self._wall(), published_at)
         self._in_flight.add(timeline)
         return timeline
 
