@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress
 from typing import Any, Final
 
@@ -91,15 +92,15 @@ class FieldChecks:
     ) -> None:
         names, defaults = kind.__struct_fields__, kind.__struct_defaults__
         self._defaults = (msgspec.NODEFAULT,) * (len(names) - len(defaults)) + defaults
-        self._checks = [(name, prefix + name, checks[name]) for name in names]
+        self._checks = [(name, partial(checks[name], prefix + name)) for name in names]
 
     def apply(self, struct: msgspec.Struct) -> None:
         """Check all fields and convert them to their canonical types."""
         # Most fields are defaults, which C code skips.
         values = astuple(struct)
         changed = compress(zip(self._checks, values, strict=True), map(operator.is_not, values, self._defaults))
-        for (name, field, check), value in changed:
-            checked = check(field, value)
+        for (name, check), value in changed:
+            checked = check(value)
             if checked is not value:
                 force_setattr(struct, name, checked)
 

@@ -5,6 +5,7 @@ An unknown name is rejected with the name that its caller may mean, also if the 
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, Final
 
 import msgspec
@@ -165,7 +166,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
             "bad_words_token_ids": bool(self.bad_words_token_ids),
             "extra": bool(self.extra),
         }
-        return tuple(name for name, value in is_set.items() if value)
+        return tuple(compress(is_set, is_set.values()))
 
 
 def _check_together(params: SamplingParams) -> None:

@@ -6,8 +6,9 @@ The caller passes in the time; nothing here waits.
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from ....schemas.request import Lane
 
@@ -58,23 +59,20 @@ class SlotRequest(NamedTuple):
     """Its group, if it may lead others of this group or wait behind them."""
 
 
-@dataclass(slots=True)
-class _Share:
+class _Share(msgspec.Struct):
     given: int
     """Admitted placed requests of the client. A new client starts with the lowest number of the other clients."""
     asked_at: float
 
 
-@dataclass(slots=True)
-class _Leader:
+class _Leader(msgspec.Struct):
     turn: Turn
     until: float
     num_left: int = MAX_FOLLOWERS
     """Followers that may still arrive, until that time."""
 
 
-@dataclass(slots=True)
-class _Follower:
+class _Follower(msgspec.Struct):
     request: SlotRequest
     turn: Turn
     came_at: float

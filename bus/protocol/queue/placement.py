@@ -14,6 +14,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, Generic, NamedTuple, TypeVar, get_args
 
+import msgspec
+
 from ....schemas.presence import WorkerPresence
 from ....schemas.request import Lane
 from ..fleet.presence import MAX_WORKERS
@@ -101,8 +103,7 @@ class Placement(NamedTuple):
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 
 
-@dataclass(slots=True)
-class PlacedRequest:
+class PlacedRequest(msgspec.Struct):
     """A request that was sent to a worker or admitted by it."""
 
     worker: str

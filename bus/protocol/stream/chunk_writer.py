@@ -140,7 +140,7 @@ class ChunkWriter:
         self._start = start
         self.segment_bytes = segment_bytes
         self._traceparent = traceparent
-        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
+        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id + (traceparent or ""))
         self._row_bytes = 0 if routing is None else routing.row_bytes
 
     @property
