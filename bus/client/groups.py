@@ -52,7 +52,8 @@ class Source(Generic[T]):
     def __init__(self, name: str, items: Any, convert: Callable[[Any], T], wake: Callable[[], None]) -> None:
         if not isinstance(items, Iterable | AsyncIterable):
             raise InvalidRequest(name, f"is {describe(items)}", f"an iterable of {name}")
-        self._items = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+        self._items: Any = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+        self._is_async = isinstance(items, AsyncIterable)
         self._convert = convert
         self._wake = wake
         # At most one task. It stays until `pop` reads its item: cancelling it would end an async generator.
@@ -61,7 +62,7 @@ class Source(Generic[T]):
     @property
     def is_ready(self) -> bool:
         """True if `pop` has an item or the end. If False, the next item is being drawn, and `wake` will be called."""
-        if isinstance(self._items, Iterator):
+        if not self._is_async:
             return True
         if self._next is None:
             # Not in a task group: a failure would cancel the caller's task, also while it runs other code.
@@ -77,7 +78,7 @@ class Source(Generic[T]):
             Exception: the source raised it.
         """
         try:
-            if isinstance(self._items, Iterator):
+            if not self._is_async:
                 return self._convert(next(self._items))
             if self._next is None:
                 raise RuntimeError("no item is being drawn; check `is_ready` before `pop`")
