@@ -90,24 +90,20 @@ class LoopThread(Generic[T]):
         self._has_left = False
         # The thread writes them before it sets `_ended`.
         self._error: BaseException | None = None
-        self._has_ended = False
+        self.has_ended = False
+        """True if the thread has ended, or belongs to another process."""
 
     @property
     def num_calls(self) -> int:
         """Number of coroutines that run on the thread."""
         return len(self._tasks)
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the thread has ended, or belongs to another process."""
-        return self._has_ended or self._is_abandoned
-
     def abandon(self) -> None:
         """Leave the thread to the parent process, the only process that has it. Call this in the forked process.
 
         The open files of its loop belong to the parent: nothing is posted, run or closed here afterwards.
         """
-        self._is_abandoned = True
+        self._is_abandoned = self.has_ended = True
 
     def check_process(self) -> None:
         """Check that the thread belongs to this process.
@@ -374,7 +370,7 @@ class LoopThread(Generic[T]):
                     # Boundary of the thread: no caller is above it. `start`, `run` and `stop` raise the error.
                     self._error = error
         finally:
-            self._has_ended = True
+            self.has_ended = True
             _running.discard(self)
             # The loop is closed, so no coroutine can be submitted any more.
             for outcome, coroutine in list(self._submitted.items()):
