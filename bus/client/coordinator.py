@@ -73,11 +73,6 @@ class OpenCall:
         ]
         call.payloads = ()
 
-    @property
-    def next_attempt(self) -> int:
-        """Attempt number that no child has used."""
-        return max([child.stream.attempt for child in self.children]) + 1
-
     def finish(self, error: RequestError | None = None) -> None:
         """End the caller's side of the call. A second call of this method has no effect."""
         if self.has_ended:
@@ -224,8 +219,9 @@ class AttemptCoordinator:
             return
         del self._calls[request_id]
         self._deadlines.remove(open_call, call.deadline_s)
-        if any(child.was_published for child in open_call.children):
-            self._next_attempt[request_id] = open_call.next_attempt
+        # A child that was never published has the first number.
+        if used := [child.stream.attempt for child in open_call.children if child.was_published]:
+            self._next_attempt[request_id] = max(used) + 1
             # The oldest ids are removed first.
             self._next_attempt.move_to_end(request_id)
             if len(self._next_attempt) > MAX_REMEMBERED_IDS:
