@@ -19,7 +19,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import rollbus
 from bench.processes import Way, own_process
-from bench.report import Report, cpu_s, program, take_turns
+from bench.report import Report, program, take_turns
+from bench.ways import cpu_by_kind
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import percentile, spreads
 from rollbus.schemas.acks import Ack, AckStatus
@@ -67,9 +68,9 @@ async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_
     async with fleet_of(server.url, num_workers, num_processes) as (rb, processes):
         lives = lives_in(rb)
         sides = {"workers": [way.pid for way in processes], "server": [server.pid], "client": [os.getpid()]}
-        before, started = cpu_of(sides), time.perf_counter()
+        before, started = cpu_by_kind(sides), time.perf_counter()
         await asyncio.sleep(IDLE_S)
-        after, seconds = cpu_of(sides), time.perf_counter() - started
+        after, seconds = cpu_by_kind(sides), time.perf_counter() - started
         cores = {f"{side}_cores": (after[side] - before[side]) / seconds for side in sides}
         commands: list[Callable[..., Awaitable[object]]] = [rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache]
         # The first round does not count, because it creates the bucket of the desired state and other data.
@@ -83,11 +84,6 @@ async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_
 def lives_in(rb: rollbus.Client) -> set[tuple[str, str]]:
     """Return the worker id and incarnation of each live worker."""
     return {(worker.worker, worker.incarnation) for worker in rb.fleet.workers}
-
-
-def cpu_of(sides: dict[str, list[int]]) -> dict[str, float]:
-    """Return the CPU seconds that the processes of each side have used."""
-    return {side: sum(map(cpu_s, pids)) for side, pids in sides.items()}
 
 
 async def run(report: Report, counts: Sequence[int], num_processes: int, rounds: int) -> None:

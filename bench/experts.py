@@ -80,12 +80,6 @@ if __name__ == "__main__":
         "experts",
         "Measure the cost of counting experts.",
         _run,
-        arg(
-            "--tokens-per-s",
-            None,
-            "generated tokens per second, with as many prompt tokens (default: %(default)s)",
-            type=float,
-            default=5000.0,
-        ),
+        arg("--tokens-per-s", None, "generated tokens per second (default: %(default)s)", type=float, default=5000.0),
         rounds=7,
     )

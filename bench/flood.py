@@ -84,13 +84,7 @@ if __name__ == "__main__":
         "flood",
         "Measure a trainer beside a trainer that floods the queue.",
         lambda args, report: uvloop.run(run(report, args.flood, args.samples)),
-        arg(
-            "--flood",
-            None,
-            "open requests of the trainer that floods the queue (default: %(default)s)",
-            type=int,
-            default=20000,
-        ),
+        arg("--flood", None, "open requests of the other trainer (default: %(default)s)", type=int, default=20000),
         arg("--samples", None, "number of measured requests (default: %(default)s)", type=int, default=30),
         rounds=1,
     )

@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import Context
 from importlib.metadata import version
 from pathlib import Path
@@ -88,8 +89,8 @@ SOON_S: Final = 0.2
 """Longest delay of a timer that fires at the end of a round. Acks of frames have such timers."""
 NEXT_STEP: Final = "If this is intended, run `python -m bench.instructions --record`, and say why in the commit."
 WAIT_S: Final = 60.0
-QUIET_S: Final = 0.05
-"""Seconds without an instruction after which a thread has nothing more to do."""
+QUIET_S: Final = 0.01
+"""Seconds between two looks whether the threads have something to do."""
 
 
 Function = tuple[CodeType, str]
@@ -259,11 +260,11 @@ class Bus:
     """A worker and a client with a caller, each in its own thread.
 
     Args:
-        url: address of the server.
+        server: the server of the bus.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, server: EmbeddedServer) -> None:
+        self._server = server
         self.tallies = {thread: Tally() for thread in THREADS}
         self._worker = Future[tuple[SteppedEngine, Callable[[], None]]]()
         self._client = Future[tuple[asyncio.AbstractEventLoop, rollbus.Client]]()
@@ -295,7 +296,7 @@ class Bus:
     async def _serve(self) -> None:
         engine = SteppedEngine()
         config = WorkerConfig(
-            nats_url=self._url, fleet="default", model="synthetic", worker_id="w", lease_s=60.0, listen_s=0.0
+            nats_url=self._server.url, fleet="default", model="synthetic", worker_id="w", lease_s=60.0, listen_s=0.0
         )
         worker = Worker(config, engine)
         self._worker.set_result((engine, worker.stop))
@@ -303,7 +304,7 @@ class Bus:
 
     async def _connect(self) -> None:
         threading.settrace(self.tallies["bus"].start)
-        async with rollbus.connect(self._url) as rb:
+        async with rollbus.connect(self._server.url) as rb:
             threading.settrace(None)
             await rb.fleet.wait_for_workers()
             self._client.set_result((asyncio.get_running_loop(), rb))
@@ -319,12 +320,12 @@ class Bus:
         self.engine.permits = asyncio.Semaphore(tokens if is_whole else 0)
         main = self._complete(requests) if is_whole else self._stream(requests, tokens)
         done = asyncio.run_coroutine_threadsafe(main, self.loop)
-        self._wait_until_quiet("caller", "bus")
+        self._wait_until_quiet()
         may_read.set()
         done.result(WAIT_S)
-        self._wait_until_quiet(*THREADS)
+        self._wait_until_quiet()
         StillLoop.pass_time()
-        self._wait_until_quiet(*THREADS)
+        self._wait_until_quiet()
         after = {thread: tally.copy() for thread, tally in self.tallies.items()}
         return {
             thread: (after[thread][0] - before[thread][0], after[thread][1] - before[thread][1]) for thread in after
@@ -350,11 +351,23 @@ class Bus:
             for request in requests:
                 tasks.create_task(read(request))
 
-    def _wait_until_quiet(self, *threads: str) -> None:
-        """Wait until the threads execute nothing."""
+    def _wait_until_quiet(self) -> None:
+        """Wait until all other threads, and those of the server, have nothing to do."""
         last: list[int] = []
-        while last != (last := [self.tallies[thread].num_instructions for thread in threads]):
+        while last != (last := [tally.num_instructions for tally in self.tallies.values()]) or self._is_busy():
             time.sleep(QUIET_S)
+
+    def _is_busy(self) -> bool:
+        """Return True if a thread runs or waits for a core. The count of a thread without a core does not change."""
+        states = (
+            task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+            for process in ("self", self._server.pid)
+            for task in Path(f"/proc/{process}/task").iterdir()
+            if task.name != str(threading.get_native_id())
+        )
+        with suppress(OSError):  # a thread may end meanwhile
+            return any(state != "S" for state in states)
+        return True
 
 
 async def measure(rounds: int) -> dict[Load, list[Counts]]:
@@ -365,7 +378,7 @@ async def measure(rounds: int) -> dict[Load, list[Counts]]:
         with (
             mock.patch.object(uvloop, "new_event_loop", StillLoop),
             mock.patch.object(puller, "_STANDING", standing, create=True),
-            Bus(server.url) as bus,
+            Bus(server) as bus,
         ):
             # The first requests wait for presence and load modules.
             for load in (WHOLE, SHORT):

@@ -15,7 +15,7 @@ The ways are those of `bench.ways`.
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -31,8 +31,6 @@ from rollbus.schemas.options import arg
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
-IN_PROCESS = "in-process"
-OVER_THE_BUS = "rollbus"
 ENGINE_CONFIG = SyntheticConfig(step_s=0.02, max_num_seqs=256, num_experts=0)
 """Steps of the length of a real engine. They need so little CPU that a core has time to spare with 256 requests."""
 
@@ -74,16 +72,9 @@ def over_the_bus() -> AbstractAsyncContextManager[Run]:
     return rollbus_chunks("--engine", "synthetic", "--engine-args", args)
 
 
-WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Run]]] = {
-    IN_PROCESS: in_process,
-    OVER_THE_BUS: over_the_bus,
-}
-"""The two ways, by name."""
-
-
 async def way(name: str) -> None:
     """Serve one way in this process."""
-    await serve(WAYS[name]())
+    await serve(in_process() if name == "in-process" else over_the_bus())
 
 
 SAMPLES = 100
@@ -98,10 +89,8 @@ REAL_WAYS = ("vllm-delta-uni", "rollbus-chunks")
 async def on_synthetic_engines() -> AsyncIterator[list[Way]]:
     """Start both ways."""
     async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(own_process(name, "latency:way", name))
-            for name in (IN_PROCESS, OVER_THE_BUS)
-        ]
+        names = ("in-process", "rollbus")
+        yield [await stack.enter_async_context(own_process(name, "latency:way", name)) for name in names]
 
 
 async def turn(way: Way, concurrency: int) -> dict[str, float]:

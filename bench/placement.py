@@ -402,21 +402,10 @@ if __name__ == "__main__":
         _run,
         arg("--fleets", ["simulated", *FLEETS], "", nargs="+", default=["simulated", *FLEETS]),
         arg("--traces", list(TRACES), "traces (default: the recorded traces)", nargs="+"),
-        arg(
-            "--ways",
-            list(SIMULATED),
-            "ways; must include queue (default: %(default)s)",
-            nargs="+",
-            default=WAYS,
-        ),
+        arg("--ways", list(SIMULATED), "ways; must include queue (default: %(default)s)", nargs="+", default=WAYS),
         arg("--simulated", None, "simulated workers (default: %(default)s)", type=int, nargs="+", default=[64]),
         arg("--workers", None, "workers with synthetic engines (default: %(default)s)", type=int, default=4),
         arg("--vllm-workers", None, "workers with vLLM and a tiny MoE (default: %(default)s)", type=int, default=2),
-        arg(
-            "--dynamo",
-            None,
-            "Python executable of an environment with Dynamo, as in `bench.placement` (default: no Dynamo)",
-            type=Path,
-        ),
+        arg("--dynamo", None, "Python executable of an environment with Dynamo (default: no Dynamo)", type=Path),
         rounds=3,
     )

@@ -241,11 +241,5 @@ if __name__ == "__main__":
         arg("--cases", CASES, "", nargs="*", default=list(CASES)),
         arg("--ways", WAYS, "", nargs="+", default=list(WAYS)),
         arg("--seconds", None, "seconds of tokens in a round (default: %(default)s)", type=float, default=5),
-        arg(
-            "--flow",
-            None,
-            "MB/s of routed experts beside the tokens; 0: no tokens (default: %(default)s)",
-            type=float,
-            default=80,
-        ),
+        arg("--flow", None, "MB/s beside the tokens; 0: no tokens (default: %(default)s)", type=float, default=80),
     )
