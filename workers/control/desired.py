@@ -107,7 +107,7 @@ def pending_registers(
 
     Of one epoch, the weights come first, because a transfer of weights must end before an adapter can be unloaded.
     """
-    gone = sorted(register for register in handled if register not in effective)
+    gone = sorted(handled.keys() - effective.keys())
     changed = sorted(
         (recorded.epoch, register != WEIGHTS, register)
         for register, recorded in effective.items()
@@ -130,9 +130,10 @@ def next_due(
         staging: registers that wait for their sources.
     """
     delayed = effective[WEIGHTS].epoch if WEIGHTS in staging and WEIGHTS in effective else None
-    pending = pending_registers(effective, handled)
-    ready = (due for due in pending if due.register not in staging)
-    return next((due for due in ready if due.recorded is None or due.recorded.epoch != delayed), None)
+    for due in pending_registers(effective, handled):
+        if due.register not in staging and (due.recorded is None or due.recorded.epoch != delayed):
+            return due
+    return None
 
 
 def target_event(

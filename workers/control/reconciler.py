@@ -324,11 +324,9 @@ class Reconciler:
                 await self._end_loan()
         if not self.may_start.is_set() and not self.registers.is_lent:
             return  # the engine starts first
-        self._stage_pending()
-        while (due := self._next_due()) is not None:
+        while (due := self._prepare_due()) is not None:
             async with self._lock:
                 await self._apply(due)
-            self._stage_pending()
         async with self._lock:
             await self._apply_target_state()
 
@@ -360,15 +358,17 @@ class Reconciler:
         pending = pending_registers(self.loan.effective, self._handled)
         return [due for due in pending if not self.loan.postpones(due.register)]
 
-    @property
-    def _delayed(self) -> frozenset[str]:
-        """Registers that are not applied yet: they wait for their sources, or for the end of a loan."""
-        pending = pending_registers(self.loan.effective, self._handled)
-        waits = self._staging | {due.register for due in pending if self.loan.postpones(due.register)}
-        if self.registers.is_deep and self.loan.must_wake and any(due.register == WEIGHTS for due in self._pending()):
+    def _find_delayed(self) -> frozenset[str]:
+        """Return the registers that are not applied yet: they wait for their sources, or for the end of a loan."""
+        registers, loan = self.registers, self.loan
+        if not (registers.is_lent or registers.is_deep):
+            return self._staging
+        pending = {due.register for due in pending_registers(loan.effective, self._handled)}
+        postponed = set(filter(loan.postpones, pending))
+        if registers.is_deep and loan.must_wake and WEIGHTS in pending - postponed:
             # The engine wakes with the recorded weights, and loads no others before them.
-            waits |= {SLEEP}
-        return waits
+            postponed.add(SLEEP)
+        return self._staging | postponed
 
     @property
     def _staging(self) -> frozenset[str]:
@@ -376,24 +376,27 @@ class Reconciler:
         is_staged = self.stager.is_staged
         return frozenset(register for register, keys in self._needed.items() if not all(map(is_staged, keys)))
 
-    def _next_due(self) -> PendingRegister | None:
-        return next_due(self.loan.effective, self._handled, self._delayed) if self._may_act() else None
+    def _prepare_due(self) -> PendingRegister | None:
+        """Stage the sources of pending registers, and only these. Return the register to apply now, or None.
 
-    def _stage_pending(self) -> None:
-        """Stage the sources of pending registers, and only these. If other weights are recorded, accept no requests."""
+        If other weights are recorded, accept no requests.
+        """
         if not self._may_act():
-            return
-        self._needed = {}
-        pending = self._pending()
+            return None
+        pending, needed, are_weights_pending = self._pending(), dict[str, tuple[StageKey, ...]](), False
         for due in pending:
-            self._needed[due.register] = self.registers.needed_for(
-                None if due.recorded is None else due.recorded.command
-            )
-            if due.register == WEIGHTS and due.recorded is not None and due.recorded.epoch != self._weights_seen[0]:
-                self._weights_seen = due.recorded.epoch, time.monotonic()
-        self.stager.set_desired([key for keys in self._needed.values() for key in keys])
-        if self._lifecycle.state in WITHOUT_PAUSE and any(due.register == WEIGHTS for due in pending):
+            if keys := self.registers.needed_for(None if due.recorded is None else due.recorded.command):
+                needed[due.register] = keys
+            if due.register == WEIGHTS:
+                are_weights_pending = True
+                if due.recorded is not None and due.recorded.epoch != self._weights_seen[0]:
+                    self._weights_seen = due.recorded.epoch, time.monotonic()
+        if needed != self._needed:
+            self._needed = needed
+            self.stager.set_desired([key for keys in needed.values() for key in keys])
+        if are_weights_pending and self._lifecycle.state in WITHOUT_PAUSE:
             self._stop_serving()
+        return next_due(self.loan.effective, self._handled, self._find_delayed()) if pending else None
 
     def _stop_serving(self) -> None:
         """Accept no requests until the worker reaches its target state."""
@@ -526,13 +529,18 @@ class Reconciler:
 
     async def _apply_target_state(self) -> None:
         """Move to the target state. Do nothing while a register is due or the worker may not act."""
-        if self.registers.is_lent and self._may_act() and self._next_due() is None:
-            # Commands that a lent worker postpones count as handled: its controllers do not wait for them.
-            self.epoch = self.reader.epoch
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.transfer.is_unsettled
-        if not is_unsettled or not self._may_act() or self._next_due() is not None:
+        if not (is_unsettled or self.registers.is_lent) or not self._may_act():
             return
-        effective, epoch, staging = self.loan.effective, self.reader.epoch, self._staging
+        effective, delayed = self.loan.effective, self._find_delayed()
+        if next_due(effective, self._handled, delayed) is not None:
+            return
+        epoch, staging = self.reader.epoch, self._staging
+        if self.registers.is_lent:
+            # Commands that a lent worker postpones count as handled: its controllers do not wait for them.
+            self.epoch = epoch
+        if not is_unsettled:
+            return
         weights, drain_reason = self.registers.weights, self.drain_reason
         stop = WorkerEvent.SLEPT if self.registers.is_asleep else None
         event = target_event(
@@ -541,7 +549,7 @@ class Reconciler:
             is_poisoned=weights.is_poisoned,
             has_conflict=weights.conflict is not None,
             stop=stop if drain_reason is None else WorkerEvent.DRAINED,
-            staging=self._delayed,
+            staging=delayed,
         )
         self._problem = self._problem if event is None else self._problem_of(event)
         try:
