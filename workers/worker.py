@@ -465,7 +465,7 @@ class Worker:
     def stats(self) -> WorkerStats:
         """Return the counters. Valid after `run` has connected."""
         live = self._live_stats()
-        parts = {name: replace(getattr(live, name)) for name in ("intake", "links", "puller", "stagings")}
+        parts = {name: replace(getattr(live, name)) for name in ("intake", "links", "puller", "connection", "stagings")}
         return replace(live, **parts)
 
     def _live_stats(self) -> WorkerStats:

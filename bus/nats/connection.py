@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -125,8 +125,9 @@ class Connection(PatchedNatsClient):
         return f"<Connection {self._name} {state} url={self._shown_urls} {self.counters()}>"
 
     def counters(self) -> ConnectionStats:
-        """Return the counters. nats-py's own counters of messages and bytes are in `stats`."""
-        return replace(self.counted, reconnects=self.stats["reconnects"])
+        """Return the counters, which change later. nats-py's own counters of messages and bytes are in `stats`."""
+        self.counted.reconnects = self.stats["reconnects"]
+        return self.counted
 
     async def open(self, timeout_s: float) -> None:
         """Connect as `open_connection` does."""
