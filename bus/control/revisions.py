@@ -72,6 +72,7 @@ class _Revision:
     sequence: int
     data: bytes
     headers: dict[str, str]
+    """Empty also if signatures are not required: nothing else of them is read."""
     stored_at: str = ""
     """Time at which the server stored it, by the server's clock. Empty: this program wrote it and has not read it
     back."""
@@ -309,9 +310,8 @@ class Revisions:
         if answer is None:
             return None
         message = answer["message"]
-        return _Revision(
-            message["seq"], base64.b64decode(message.get("data", "")), headers_of(message), message["time"]
-        )
+        headers = headers_of(message) if self._signatures.are_demanded else {}
+        return _Revision(message["seq"], base64.b64decode(message.get("data", "")), headers, message["time"])
 
 
 def _accept_unsigned(model: str, newest: _Revision) -> Found:

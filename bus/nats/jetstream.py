@@ -173,7 +173,7 @@ async def _request(
         raise _ConnectionLost(f"the connection was lost before JetStream answered on {subject}") from error
     except nats_errors.Error as error:
         raise BusBroken(f"JetStream cannot be reached: {error}") from error
-    answer: dict[str, Any] = json.loads(message.data)
+    answer: dict[str, Any] = msgspec.json.decode(message.data)
     if "error" in answer:
         code, description = answer["error"].get("err_code", 0), answer["error"].get("description", "")
         if code in _NOT_NOW:

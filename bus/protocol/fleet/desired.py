@@ -469,5 +469,5 @@ def _is_other_bucket(last: DesiredState, state: DesiredState) -> bool:
 
 def _is_other_history(last: DesiredState, state: DesiredState) -> bool:
     """Return True if an epoch has another command than before: the store was restored and written since."""
-    ids = {seen.epoch: seen.id for seen in last.seen}
-    return any(ids.get(seen.epoch, seen.id) != seen.id for seen in state.seen)
+    changed = {seen.epoch for seen in set(state.seen) - set(last.seen)}
+    return not changed.isdisjoint([seen.epoch for seen in last.seen])
