@@ -328,9 +328,9 @@ class PauseWarnings:
 
         Call this when a worker joins, leaves or changes its state.
         """
-        able = [worker for worker in self._watcher.snapshot.workers if accepts_whole_requests(worker)]
-        serving = {worker.model for worker in able if worker.state is WorkerState.SERVING}
-        self._paused = {worker.model for worker in able if worker.state is WorkerState.PAUSED} - serving
+        fleet = self._watcher.snapshot
+        states = {(worker.model, worker.state) for worker in fleet.workers if accepts_whole_requests(worker)}
+        self._paused = {model for model, state in states if state is WorkerState.PAUSED} - fleet.serving
         now, since = time.monotonic(), self._paused_since
         for model in since.keys() - self._paused:
             self._paused_s[model] = self._paused_s.get(model, 0.0) + now - since[model]

@@ -393,13 +393,14 @@ class PresenceTable:
     def snapshot(self) -> FleetSnapshot:
         """The live workers; the same object until a worker joins, leaves or applies a change."""
         if self._snapshot is None:
-            starts = {worker: self._starts[worker][1] for worker in self._workers if worker in self._starts}
+            starts = {worker: count for worker, (_, count) in self._starts.items() if worker in self._workers}
             self._snapshot = FleetSnapshot(self.workers(), starts, dict(self._given_up))
         return self._snapshot
 
     def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Return the live workers by id, of one model or of all."""
-        return tuple(presence for presence, _ in self.heard() if model in (None, presence.model))
+        everyone = [known.followed.presence for _, known in sorted(self._workers.items())]
+        return tuple(everyone if model is None else (one for one in everyone if one.model == model))
 
     def heard(self) -> tuple[tuple[WorkerPresence, float], ...]:
         """Return the live workers by id, each with the time of its last presence."""
