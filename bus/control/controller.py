@@ -62,6 +62,7 @@ from ..protocol.fleet.command_result import (
 )
 from ..protocol.fleet.presence import LostWorker
 from ..subjects import Subjects
+from ..thread_calls import wait_at_most
 from .store import DesiredStore
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,8 @@ class AckCollector:
         await self._publish(messages)
         under_way.published_at = time.monotonic()
         while not tracker.is_settled and time.monotonic() < deadline:
-            await _wait(under_way.changed, min(under_way.repeat_at, deadline))
+            await wait_at_most(under_way.changed, min(under_way.repeat_at, deadline) - time.monotonic())
+            under_way.changed.clear()
             _report_acks(under_way.news, on_ack)
             if time.monotonic() >= under_way.repeat_at:
                 await self._repeat(tracker, messages)
@@ -238,15 +240,6 @@ class AckCollector:
                     raise
                 # `collect` repeats the command after the reconnect.
                 logger.warning("command.publish_failed id=%s error=%s", command.id, exc)
-
-
-async def _wait(changed: asyncio.Event, until: float) -> None:
-    try:
-        async with asyncio.timeout_at(until - time.monotonic() + asyncio.get_running_loop().time()):
-            await changed.wait()
-    except TimeoutError:
-        return
-    changed.clear()
 
 
 def _report_acks(news: deque[Ack], on_ack: OnAck | None) -> None:

@@ -6,7 +6,6 @@ server delivers each of these writes to all receivers.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -26,6 +25,7 @@ from ...bus.protocol.fleet.desired import (
 )
 from ...bus.protocol.fleet.leases import ENDED
 from ...bus.protocol.states import WorkerEvent
+from ...bus.thread_calls import wait_at_most
 from ...schemas.acks import AckError, AckStatus
 from ...schemas.control import DesiredState, Drain, FinishWeightUpdate, Pause, Recorded, Sleep
 from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, RemoteProtocolError
@@ -328,9 +328,7 @@ class DesiredReader:
             finally:
                 self._is_reading = False
             wait_s = min(READ_S, self._max_age_s / 2) if self.is_fresh and not self.problem else RETRY_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._is_requested.wait()
+            await wait_at_most(self._is_requested, wait_s)
 
     async def _read(self) -> None:
         asked_at = time.monotonic()
