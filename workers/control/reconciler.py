@@ -427,7 +427,8 @@ class Reconciler:
                 self._waiting[2].reschedule(asyncio.get_running_loop().time() + left_s)
                 self._waiting = None
             self._stage = due.register, epoch, stage
-            self.on_change()
+            # A step that ends in this turn of the loop is not reported: the outcome follows at once.
+            asyncio.get_running_loop().call_soon(self.on_change)
 
         work = self.registers.apply(command, report)
         outcome = await self._attempt(due, work, command.timeout_s)
