@@ -146,8 +146,8 @@ class AckPublisher:
         capabilities = self._in_flight.runner.capabilities
         if outcome.canary is not None and capabilities is not None:
             fields["signature"] = capabilities.signature
-        said = {"canary": outcome.canary, "verified": outcome.verified, "frames": outcome.frames}
-        self.publish_ack(received, outcome.status, error=outcome.error, **{"timing": outcome.timing, **said, **fields})
+        told = {name: getattr(outcome, name) for name in ("error", "canary", "verified", "frames", "timing")}
+        self.publish_ack(received, outcome.status, **told | fields)
 
     def publish_answer(self, controller: str, command: AnyCommand, outcome: RegisterOutcome, **fields: Any) -> None:
         """Publish the only ack of a read command, which the command log does not contain."""

@@ -460,8 +460,9 @@ class CommandHandler:
                     self._acks.publish_progress(received, *progress)
                 if self.reader.num_read >= received.needs_read:
                     outcome = self.reconciler.outcome_of(register, received.epoch)
-                    recorded = register, received.epoch, received.command.id
-                    if outcome is None and self.reader.has_lost(*recorded, received.needs_read):
+                    if outcome is None and self.reader.has_lost(
+                        register, received.epoch, received.command.id, received.needs_read
+                    ):
                         problem = "the server has lost the desired state that recorded this command: send it again"
                         outcome = failure(storage_failure(problem))
             if outcome is None and now > received.received_at + timeout_s + LATE_S:

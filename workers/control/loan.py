@@ -136,11 +136,9 @@ class Loan:
 
     async def try_wake(self) -> bool:
         """If this worker must wake and its memory is free, let the registers wake it. Return True if it is not free."""
-        if not self._registers.is_lent or not self.must_wake:
-            return False
         recorded, handled = self.effective.get(SLEEP), self._handled.get(SLEEP)
         is_new = recorded is not None and (handled is None or handled.epoch != recorded.epoch)
-        if not is_new and time.monotonic() < self._wake_at:
+        if not self._registers.is_lent or not self.must_wake or not (is_new or time.monotonic() >= self._wake_at):
             return False
         try:
             with command_boundary("wake"):

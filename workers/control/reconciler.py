@@ -320,7 +320,7 @@ class Reconciler:
         """Apply all due registers, then the target state."""
         async with self._lock:
             await self.end_transfers()
-            if self._may_act():
+            if self.registers.is_lent and self._may_act():
                 await self._end_loan()
         if not self.may_start.is_set() and not self.registers.is_lent:
             return  # the engine starts first
@@ -360,12 +360,11 @@ class Reconciler:
 
     def _find_delayed(self) -> frozenset[str]:
         """Return the registers that are not applied yet: they wait for their sources, or for the end of a loan."""
-        registers, loan = self.registers, self.loan
-        if not (registers.is_lent or registers.is_deep):
+        if not self.registers.is_asleep:
             return self._staging
-        pending = {due.register for due in pending_registers(loan.effective, self._handled)}
-        postponed = set(filter(loan.postpones, pending))
-        if registers.is_deep and loan.must_wake and WEIGHTS in pending - postponed:
+        pending = {due.register for due in pending_registers(self.loan.effective, self._handled)}
+        postponed = set(filter(self.loan.postpones, pending))
+        if self.registers.is_deep and self.loan.must_wake and WEIGHTS in pending - postponed:
             # The engine wakes with the recorded weights, and loads no others before them.
             postponed.add(SLEEP)
         return self._staging | postponed
@@ -383,18 +382,19 @@ class Reconciler:
         """
         if not self._may_act():
             return None
-        pending, needed, are_weights_pending = self._pending(), dict[str, tuple[StageKey, ...]](), False
-        for due in pending:
-            if keys := self.registers.needed_for(None if due.recorded is None else due.recorded.command):
-                needed[due.register] = keys
-            if due.register == WEIGHTS:
-                are_weights_pending = True
-                if due.recorded is not None and due.recorded.epoch != self._weights_seen[0]:
-                    self._weights_seen = due.recorded.epoch, time.monotonic()
+        pending = {due.register: due.recorded for due in self._pending()}
+        needed = {
+            register: keys
+            for register, recorded in pending.items()
+            if (keys := self.registers.needed_for(None if recorded is None else recorded.command))
+        }
         if needed != self._needed:
             self._needed = needed
             self.stager.set_desired([key for keys in needed.values() for key in keys])
-        if are_weights_pending and self._lifecycle.state in WITHOUT_PAUSE:
+        weights = pending.get(WEIGHTS)
+        if weights is not None and weights.epoch != self._weights_seen[0]:
+            self._weights_seen = weights.epoch, time.monotonic()
+        if WEIGHTS in pending and self._lifecycle.state in WITHOUT_PAUSE:
             self._stop_serving()
         return next_due(self.loan.effective, self._handled, self._find_delayed()) if pending else None
 
@@ -421,14 +421,15 @@ class Reconciler:
         logger.info("command.started command=%s epoch=%s", command.command, epoch)
 
         def report(stage: str) -> None:
+            loop = asyncio.get_running_loop()
             if stage == "loading" and self._waiting is not None:
                 # From here on, a cancellation would leave half-written weights.
                 left_s = command.timeout_s + MARGIN_S
-                self._waiting[2].reschedule(asyncio.get_running_loop().time() + left_s)
+                self._waiting[2].reschedule(loop.time() + left_s)
                 self._waiting = None
             self._stage = due.register, epoch, stage
             # A step that ends in this turn of the loop is not reported: the outcome follows at once.
-            asyncio.get_running_loop().call_soon(self.on_change)
+            loop.call_soon(self.on_change)
 
         work = self.registers.apply(command, report)
         outcome = await self._attempt(due, work, command.timeout_s)
