@@ -298,22 +298,22 @@ class ResponseSender:
         Raises:
             ClientDisconnect: the client does not read.
         """
-        size = len(data)
-        # An empty last part has one piece.
-        for at in range(0, size or is_last, SEND_BYTES):
-            piece = data if size <= SEND_BYTES else data[at : at + SEND_BYTES]
-            if self._cycle.flow.write_paused:
-                await self._drain()
-            if self._is_chunked:
-                piece = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
-                piece += b"0\r\n\r\n" if is_last and at + SEND_BYTES >= size else b""
-            self._write(piece if self._has_body else b"")
+        if len(data) > SEND_BYTES:
+            for at in range(0, len(data), SEND_BYTES):
+                await self.write(data[at : at + SEND_BYTES])
+            data = b""
+        if self._cycle.flow.write_paused:
+            await self._drain()
+        if self._is_chunked:
+            data = (b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"0\r\n\r\n" if is_last else b"")
+        self._write(data if self._has_body else b"")
         if is_last:
             await self._end()
 
     def _write(self, data: bytes) -> None:
-        data, self._head = self._head + data, b""
-        self.has_begun = self._cycle.response_started = True
+        if self._head:
+            data, self._head = self._head + data, b""
+            self.has_begun = self._cycle.response_started = True
         if data and not self._connection.is_lost:
             self._cycle.transport.write(data)
 

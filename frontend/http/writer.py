@@ -144,9 +144,10 @@ class AnswerWriter:
             skip_special_tokens=self.options.skip_special_tokens,
         )
 
-    def _echo(self, choice: AnswerChoice, update: Update, *, is_first: bool = True) -> Update:
-        at = choice.index // self.requests[0].sampling.n
-        return update if self.echo is None else self.echo.update(at, update, is_first=is_first)
+    def _echo(self, choice: AnswerChoice, update: Update) -> Update:
+        if self.echo is None:
+            return update
+        return self.echo.update(choice.index // self.requests[0].sampling.n, update, is_first=not choice.has_begun)
 
     def readers(self, choices: Sequence[AnswerChoice]) -> list[AnswerReader | None]:
         """Return the reader of each answer; None: the whole text is content."""
@@ -264,14 +265,13 @@ class AnswerWriter:
                         if events:
                             yield _pop_all(events)
                         raise
-                    now = time.monotonic()
                     if events:
                         silent_since = None
                         yield _pop_all(events)
                     elif silent_since is None:
                         # A tool call is held back until it is complete, which may take minutes.
-                        silent_since = now
-                    elif now - silent_since >= KEEP_ALIVE_S:
+                        silent_since = time.monotonic()
+                    elif (now := time.monotonic()) - silent_since >= KEEP_ALIVE_S:
                         silent_since = now
                         yield PING
             if self.options.usage:
@@ -286,17 +286,17 @@ class AnswerWriter:
         reader: AnswerReader | None,
     ) -> None:
         """Append the events for an update, if it has new content for the client."""
-        if len(part.tokens.ids):
+        if self.options.extra and len(part.tokens.ids):
             self.clock.token()
-        is_first = not choice.has_begun
-        # The first event of the stream has the token ids of the prompt, if the request asks for them.
-        prompt = is_first and self.options.token_ids and not any(each.has_begun for each in choices)
-        update = self._echo(choice, part, is_first=is_first)
-        opening = self.shape.opening(choice.index) if is_first else None
-        if opening is not None:
-            events += self._event(msgspec.json.encode(opening), choices, choice, prompt=prompt)
-            prompt = False
-        choice.has_begun, parts = True, None
+        update, prompt, parts = self._echo(choice, part), False, None
+        more: JsonObject = {}
+        if not choice.has_begun:
+            # The first event of the stream has the token ids of the prompt, if the request asks for them.
+            prompt = self.options.token_ids and not any(each.has_begun for each in choices)
+            choice.has_begun, more = True, self._prompt_ids(choice.request, of_answer=False)
+            if (opening := self.shape.opening(choice.index)) is not None:
+                events += self._event(msgspec.json.encode(opening), choices, choice, prompt=prompt)
+                prompt = False
         if reader is not None:
             ids, final = update.tokens.ids.tolist(), choice.finish_reason is not None
             parts = await reader.add(update.text, ids, final=final)
@@ -304,9 +304,8 @@ class AnswerWriter:
             self.served.add(choice, part, parts)
         if not self._is_news(choice, update, parts):
             return
-        more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
-        text = self._write_parts(choice, update, reader, parts, delta=True)
-        shown = b"".join(object_json(self._choice(choice, update, {**text, **more}, part.tokens.rows, delta=True)))
+        text = self._write_parts(choice, update, reader, parts, delta=True) | more
+        shown = b"".join(object_json(self._choice(choice, update, text, part.tokens.rows, delta=True)))
         nvext = b""
         if choice.finish_reason and self.options.extra:
             found = self._nvext(choice.pop_update().tokens)
@@ -315,9 +314,7 @@ class AnswerWriter:
 
     def _is_news(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> bool:
         """Return True if an event for this update has new content for the client."""
-        if not self.shape.has_text:
-            return True
-        if choice.finish_reason or (update.text if parts is None else parts):
+        if not self.shape.has_text or choice.finish_reason or (update.text if parts is None else parts):
             return True
         options = self.options
         shows_tokens = options.token_ids or options.top_logprobs is not None or options.routed_experts
