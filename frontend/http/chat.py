@@ -56,6 +56,9 @@ async def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
         HttpError: 501, the model has no chat template.
     """
     try:
+        # A thread would wait longer for the interpreter lock.
+        if len(msgspec.json.encode([chat.messages, chat.tools, chat.chat_template_kwargs])) <= SHORT_TEXT:
+            return _encode_chat(tokenizer, chat)
         return await asyncio.to_thread(_encode_chat, tokenizer, chat)
     except TokenizerUnavailable as exc:
         raise HttpError(501, str(exc), code="no_chat_template") from exc
