@@ -94,7 +94,7 @@ def _only_value(given: JsonObject) -> Any:
 
 
 def _read_tokens(body: CommonBody) -> BodyPrompt | None:
-    given = given_values(body, *TOKENS)
+    given = {} if body.tokens is None and body.nvext is None else given_values(body, *TOKENS)
     return BodyPrompt(_only_value(given), next(iter(given))) if given else None
 
 
@@ -491,9 +491,10 @@ def read_question(body: ChatBody, parsers: Parsers | None) -> ToolQuestion | Non
     """
     if parsers is None and not given_fields(body, QUESTION):
         return None
-    names = [_check_tool(f"tools[{index}]", tool) for index, tool in enumerate((body.tools or [])[:MAX_TOOLS])]
-    if len(body.tools or ()) > MAX_TOOLS:
-        raise invalid("tools", f"has {len(body.tools or ())} tools", f"at most {MAX_TOOLS}")
+    tools = body.tools or []
+    names = [_check_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools[:MAX_TOOLS])]
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"has {len(tools)} tools", f"at most {MAX_TOOLS}")
     choice, name = _choice(body.tool_choice, names)
     if choice in ("auto", "required", "named") and (parsers is None or parsers.tool_call_parser is None):
         has_tokens = body.tokens is not None or (body.nvext is not None and body.nvext.token_data is not None)
@@ -505,7 +506,6 @@ def read_question(body: ChatBody, parsers: Parsers | None) -> ToolQuestion | Non
             )
         # Clients that render the prompt themselves also parse the tokens of the answer themselves.
         choice = "none"
-    tools = body.tools or []
     if choice == "named":
         tools = [_with_parameters(tool) for tool in tools]
     return ToolQuestion(

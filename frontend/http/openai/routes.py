@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`, as whole answers and as streams."""
 
-import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -201,10 +200,12 @@ async def prepare_answer(
     if body.bad_words:
         params = sampling = sampling_fields(body, options, tokenizer)
     fields, reading = bus_fields(body, options), None
-    if isinstance(body, ChatBody) and question is not None and plan is not None:
+    if isinstance(body, ChatBody) and question and plan:
         reading = Reading(body, question, plan)
-        params = reading.constrain(sampling)
-        options = dataclasses.replace(options, skip_special_tokens=plan.skip_special_tokens)
+        if plan.structured_outputs is not None:
+            # The constraint replaces a `response_format`, as in vLLM.
+            params = {**sampling, "extra": {**(sampling["extra"] or {}), "structured_outputs": plan.structured_outputs}}
+        options.skip_special_tokens = plan.skip_special_tokens
     requests: list[bus.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
         check_length(prompt.field, len(prompt.token_ids), target)

@@ -256,13 +256,6 @@ class Reading:
     question: ToolQuestion
     plan: ParsePlan
 
-    def constrain(self, sampling: JsonObject) -> JsonObject:
-        """Return the sampling fields with the plan's constraint, which replaces a `response_format`, as in vLLM."""
-        structure = self.plan.structured_outputs
-        if structure is None:
-            return sampling
-        return {**sampling, "extra": {**(sampling["extra"] or {}), "structured_outputs": structure}}
-
     def reader(self, request: bus.GenerateRequest) -> AnswerReader:
         """Create the reader of one answer."""
         return AnswerReader(
