@@ -38,9 +38,10 @@ _COLUMNS = (
     "kind",
 )
 """One column for each property of the requests. They are unsigned, because hashes are computed modulo 2**64."""
-_ROUTED, _APART, _SPECIAL, _ADAPTED, _STATEFUL = 1, 2, 4, 8, 16
-"""Kinds of requests: it wants routed experts; it wants other than the common output; its tokens or logprobs do not
-follow from the columns alone; it uses an adapter; its sampler has a state."""
+_ROUTED, _LOGPROBS, _APART, _SPECIAL, _ADAPTED, _STATEFUL = 1, 2, 4, 8, 16, 32
+"""Kinds of requests: it wants routed experts; it wants logprobs; it wants other than the common output; its tokens or
+logprobs do not follow from the columns alone; it uses an adapter; its sampler has a state."""
+_COMMON = _ROUTED | _LOGPROBS
 _FIRST_ROOM = 64
 _ONE = np.uint64(1)
 _MULTIPLIER = np.uint64(MULTIPLIER)
@@ -128,9 +129,9 @@ class SyntheticBatch:
         found = int(np.bitwise_or.reduce(kinds))
         self._special = (kinds & np.uint64(_SPECIAL)).nonzero()[0].tolist() if found & _SPECIAL else []
         self._has_loras, self._has_draws = bool(found & _ADAPTED), bool(found & _STATEFUL)
-        self._has_routing = bool(found & _ROUTED)
+        self._has_routing, self._has_logprobs = bool(found & _ROUTED), bool(found & _LOGPROBS)
         # Mask of the rows that want only the common output.
-        self._is_alike = kinds & np.uint64(_ROUTED | _APART) == self._has_routing
+        self._is_alike = kinds & np.uint64(_COMMON | _APART) == np.uint64(found & _COMMON)
         self._are_alike = np.count_nonzero(self._is_alike) == len(kinds)
 
     def _has_masks(self, running: Running) -> bool:
@@ -207,6 +208,8 @@ class SyntheticBatch:
         room = max(self._config.max_model_len - length, 1)
         sampler, draw = running.begin_sampler()
         kind = _ROUTED if self._config.num_experts and running.has_routed_experts else 0
+        if sampling.logprobs is not None:
+            kind |= _LOGPROBS
         if running.is_special:
             kind |= _SPECIAL | _APART
         if self._has_masks(running):
@@ -262,7 +265,7 @@ class SyntheticBatch:
         return TokenBatch(
             keys=self._keys,
             token_ids=sampled.astype(np.int32),
-            logprobs=self._model.logprobs(choices),
+            logprobs=self._model.logprobs(choices) if self._has_logprobs else None,
             routed_experts=rows,
             routed_experts_starts=starts,
         )

@@ -270,9 +270,9 @@ class Running:
 
     @property
     def is_special(self) -> bool:
-        """True if the request restricts its tokens, has stop tokens, or wants other than one logprob for each token."""
+        """True if the request restricts its tokens, has stop tokens, or wants the most likely alternatives."""
         sampling = self.request.sampling
-        return bool(sampling.logprobs != 0 or sampling.allowed_token_ids or sampling.stop_token_ids)
+        return bool(sampling.logprobs or sampling.allowed_token_ids or sampling.stop_token_ids)
 
     @property
     def is_stateful(self) -> bool:
