@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 from urllib.parse import unquote, urlsplit
 
 from .errors import InvalidRequest
-from .presence import Role
+from .presence import WorkerRole
 
 SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION: Final = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhd]))+", re.ASCII)
@@ -282,7 +282,7 @@ def _engine_options() -> Iterator[Option]:
 
 def _process_options() -> Iterator[Option]:
     text = "prefill: compute prompts for decode workers; both: serve whole requests (default: both)"
-    yield arg("--role", get_args(Role), text)
+    yield arg("--role", get_args(WorkerRole), text)
     text = "id of the worker, unique in the fleet (default: host, process id and four characters)"
     yield arg("--worker-id", "ID", text)
     text = "address for /health, /ready and /metrics over HTTP, for supervisors (default: none)"

@@ -14,7 +14,7 @@ from .rows import DTYPES
 from .weights import Digest, OpenTransfer, PublishedVersion, Staging
 
 Positive = Annotated[int, Meta(ge=1, le=limits.MAX_COUNT)]
-Role = Literal["both", "prefill", "decode"]
+WorkerRole = Literal["both", "prefill", "decode"]
 """Phases of requests that a worker serves."""
 
 
@@ -175,7 +175,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if the command `sleep` frees memory."""
     data_parallel_size: Positive = 1
     """Number of replicas inside the engine. The fleet treats them as one worker."""
-    role: Role = "both"
+    role: WorkerRole = "both"
     """Phases that the worker serves. `prefill`: only prefill phases, sent directly by clients. `decode`: decode phases
     with the KV of a prefill worker, and requests without a prefill phase. `both`: whole requests."""
     kv_connector: Name | None = None

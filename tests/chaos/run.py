@@ -17,7 +17,7 @@ import numpy as np
 import rollbus
 from rollbus.bus.client.generation import Generation
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.schemas.presence import Role
+from rollbus.schemas.presence import WorkerRole
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.faults import Victims, schedule, victims
@@ -64,7 +64,7 @@ class Settings:
             step_s=self.step_s, max_num_seqs=self.max_num_seqs, vocab_size=VOCAB_SIZE, kv_load_s=self.kv_load_s
         )
 
-    def role(self, index: int) -> Role:
+    def role(self, index: int) -> WorkerRole:
         """Return the role of a worker."""
         if not self.num_prefill:
             return "both"

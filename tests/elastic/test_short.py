@@ -18,7 +18,7 @@ from rollbus.bus.control.rolling import is_back
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet.loans import lone_reason
 from rollbus.schemas.control import Restart
-from rollbus.schemas.presence import Role, WorkerPresence, WorkerState
+from rollbus.schemas.presence import WorkerPresence, WorkerRole, WorkerState
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.publisher import FLEET, MODEL
 from tests.elastic.load import Load
@@ -135,11 +135,11 @@ async def test_a_restart_ends_only_the_incarnation_that_it_names(nats_url: str, 
     ],
 )
 def test_a_worker_is_alone_if_no_other_one_serves_its_requests(
-    state: str, role: Role, others: list[tuple[str, str, Role]], *, is_lone: bool
+    state: str, role: WorkerRole, others: list[tuple[str, str, WorkerRole]], *, is_lone: bool
 ) -> None:
     """Another worker counts if it serves the same model in a role that can take the requests."""
 
-    def worker(name: str, model: str, state: str, role: Role) -> WorkerPresence:
+    def worker(name: str, model: str, state: str, role: WorkerRole) -> WorkerPresence:
         able = capabilities(role=role)
         return presence(worker=name, model=model, state=WorkerState(state), capabilities=able)
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import Generation
 from rollbus.schemas.messages import KvTransfer
-from rollbus.schemas.presence import Role, WorkerState
+from rollbus.schemas.presence import WorkerRole, WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
@@ -100,9 +100,9 @@ def long(request_id: str, prompt_len: int = 100, max_tokens: int = 8, **fields: 
     return GenerateRequest(**{"prompt_token_ids": prompt, "sampling": sampling, "request_id": request_id, **fields})
 
 
-def role_of(worker: str) -> Role:
+def role_of(worker: str) -> WorkerRole:
     """Return the role in a worker's name: p for prefill, d for decode, all other letters for both."""
-    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+    roles: dict[str, WorkerRole] = {"p": "prefill", "d": "decode"}
     return roles.get(worker[0], "both")
 
 

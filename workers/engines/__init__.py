@@ -1,22 +1,22 @@
 """The engines that a worker can run, by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import InvalidRequest
-from ...schemas.presence import Role
+from ...schemas.presence import WorkerRole
 from .engine import Engine
 
 
-def _vllm(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
+def _vllm(model: str, engine_args: Mapping[str, Any], role: WorkerRole | None) -> Engine:
     # Import only when selected: a synthetic worker needs neither vllm nor torch.
     from .vllm.engine import VllmEngine
 
     return VllmEngine(model, engine_args=engine_args, role=role or "both")
 
 
-def _synthetic(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
+def _synthetic(model: str, engine_args: Mapping[str, Any], role: WorkerRole | None) -> Engine:
     from .synthetic.config import SyntheticConfig
     from .synthetic.engine import SyntheticEngine
 
@@ -24,10 +24,10 @@ def _synthetic(model: str, engine_args: Mapping[str, Any], role: Role | None) ->
     return SyntheticEngine(SyntheticConfig.from_args(args), Path(model) if model else None)
 
 
-ENGINES: dict[str, Callable[[str, Mapping[str, Any], Role | None], Engine]] = {"vllm": _vllm, "synthetic": _synthetic}
+ENGINES = {"vllm": _vllm, "synthetic": _synthetic}
 
 
-def make_engine(name: str, model: str, engine_args: Mapping[str, Any], role: Role | None = None) -> Engine:
+def make_engine(name: str, model: str, engine_args: Mapping[str, Any], role: WorkerRole | None = None) -> Engine:
     """Create the engine `name` for the checkpoint at `model`, without starting it.
 
     Args:

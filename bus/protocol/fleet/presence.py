@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from ....schemas.checks import list_names
 from ....schemas.errors import InvalidRequest, NoWorkers
-from ....schemas.presence import Role, WorkerPresence, WorkerState
+from ....schemas.presence import WorkerPresence, WorkerRole, WorkerState
 from .leases import MAX_LEASE_S
 
 MAX_CAUSE_CHARS: Final = 256
@@ -168,7 +168,7 @@ def accepts_whole_requests(worker: WorkerPresence) -> bool:
     return worker.capabilities is None or worker.capabilities.role != "prefill"
 
 
-def _serves_as(worker: WorkerPresence, role: Role) -> bool:
+def _serves_as(worker: WorkerPresence, role: WorkerRole) -> bool:
     capabilities = worker.capabilities
     return worker.state is WorkerState.SERVING and capabilities is not None and capabilities.role == role
 

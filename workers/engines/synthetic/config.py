@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from ....schemas.errors import InvalidRequest
-from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo
+from ....schemas.presence import Capabilities, RoutedExpertsInfo, WorkerRole
 from ....schemas.rows import dtype_for
 
 LoadFault = Literal["refused", "half_written", "wrong_experts", "hangs"]
@@ -110,7 +110,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """True if the engine caches prompts and reports `cached_tokens`."""
     prefix_cache_tokens: int = 1_048_576
     """Tokens that fit into the prefix cache. It evicts the least recently used blocks first, from a prompt's end."""
-    role: Role = "both"
+    role: WorkerRole = "both"
     """Role of the engine. With a role other than `both`, the engine has the KV connector `synthetic`."""
     kv_load_s: float = 0.0
     """Seconds of a KV transfer from another engine. An abort of the request during the transfer kills the engine, as it

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....schemas.limits import MAX_LOGPROBS
-from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo, SamplingLimits
+from ....schemas.presence import Capabilities, RoutedExpertsInfo, SamplingLimits, WorkerRole
 from ....schemas.rows import dtype_for
 from ..rates import PrefixAge
 from .kv.config import describe_connector
@@ -28,7 +28,7 @@ class Refusals:
     sleep: str | None = None
 
 
-def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
+def describe_engine(config: "VllmConfig", role: WorkerRole = "both") -> Capabilities:
     """Return the capabilities of an engine; `config` is its configuration after the start."""
     import vllm
 

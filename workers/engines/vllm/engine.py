@@ -16,7 +16,7 @@ from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from ....schemas.messages import KvTransfer
-from ....schemas.presence import Capabilities, EngineStats, Role
+from ....schemas.presence import Capabilities, EngineStats, WorkerRole
 from ....schemas.request import GenerateRequest
 from ....schemas.sampling import SamplingParams
 from ....schemas.weights import Verified
@@ -73,7 +73,7 @@ class VllmEngine:
         *,
         engine_args: Mapping[str, Any] | None = None,
         log_level: str | None = None,
-        role: Role = "both",
+        role: WorkerRole = "both",
     ) -> None:
         chosen = dict(engine_args or {})
         connector = connector_config(role, chosen.pop(KV_FIELD, None))
@@ -81,7 +81,7 @@ class VllmEngine:
             chosen[KV_FIELD] = connector
         self._share = float(chosen.get("gpu_memory_utilization", DEFAULT_SHARE))
         self._launch = Launch(str(model), chosen, log_level)
-        self._role: Role = role
+        self._role: WorkerRole = role
         self._feed: CoreFeed | None = None
         self._requests = OpenRequests(None)
         self._capabilities: Capabilities | None = None

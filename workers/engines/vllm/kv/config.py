@@ -12,7 +12,7 @@ from .....schemas.decoding import MALFORMED
 from .....schemas.errors import InvalidRequest
 from .....schemas.limits import MAX_KV_PARAMS_BYTES
 from .....schemas.messages import KvTransfer
-from .....schemas.presence import Role
+from .....schemas.presence import WorkerRole
 from .....schemas.request import GenerateRequest
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ PREFILL_PARAMS = {
 """KV transfer parameters of a prefill phase for every connector; vLLM's own proxies send the same."""
 
 
-def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def connector_config(role: WorkerRole, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the fields of vLLM's `KVTransferConfig` for a worker of `role`; None: no connector.
 
     vLLM's own `ExampleConnector` is replaced by `connector.SharedFolderConnector`, which uses the same folder.
