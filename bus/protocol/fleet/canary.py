@@ -189,12 +189,9 @@ def _find_minority(canaries: Mapping[str, Canary], dtype: str) -> dict[str, str]
     # The most frequent first: workers on the same machine mostly have identical canaries.
     candidates = [canary for canary, _ in Counter(canaries.values()).most_common(MAX_CANDIDATES)]
     for candidate in candidates:
-        problems = {worker: _find_difference(candidate, canary, dtype) for worker, canary in canaries.items()}
+        others = {worker: canary for worker, canary in canaries.items() if canary != candidate}
+        problems = {worker: agrees(candidate, canary, dtype=dtype) for worker, canary in others.items()}
         differing = {worker: problem for worker, problem in problems.items() if problem is not None}
         if 2 * len(differing) < len(canaries):
             return {worker: f"its canary differs from the majority's: {why}" for worker, why in differing.items()}
     return dict.fromkeys(canaries, f"the canaries of {len(canaries)} workers disagree, and there is no majority")
-
-
-def _find_difference(reference: Canary, canary: Canary, dtype: str) -> str | None:
-    return None if canary == reference else agrees(reference, canary, dtype=dtype)
