@@ -200,8 +200,7 @@ class Updates:
         outcome = await self._controller.execute(command, roster, on_ack, revise=check)
         result = await self._controller.conclude(outcome)
         for recording in outcome.recordings:
-            before = recording.before
-            for registers in (before.registers, *before.workers.values()):
+            for registers in recording.before.everywhere:
                 recorded = registers.get(command.register)
                 if recorded is not None and isinstance(recorded.command, LoadLora):
                     await self._delete_source(model, recorded.command)
