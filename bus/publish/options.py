@@ -20,11 +20,10 @@ from ..control.options import LoadOptions, VersionOptions, split_options
 from ..protocol.fleet.authority import Load
 from ..protocol.fleet.command_result import CommandResult
 from ..protocol.html import as_html
+from ..protocol.weights.tensors import ADAPTER_CONFIG
 from .draft import NamedTensors, TensorFeed
 from .tensors import FolderFile, folder_tensors, read_checkpoint_folder
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""File name of an adapter's configuration in PEFT."""
 PENDING: Final = WeightSource(objects="pending/pending")
 """Placeholder for the source of a command until its version has a folder."""
 MAX_WORKERS: Final = 1_000_000

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 from msgspec import structs
 
@@ -41,6 +40,7 @@ from ..protocol.weights.chain import (
     needed_for_version,
     needs_anchor,
 )
+from ..protocol.weights.tensors import ADAPTER_TENSORS
 from ..thread_calls import call_to_end
 from .draft import Draft, StoredObject, TensorFeed, file_objects, read_off_loop, with_index
 from .options import PublishedWeights, PublishOptions
@@ -49,9 +49,6 @@ from .tensors import Checkpoint, FolderFile, Snapshot, TensorKind, bad_tensor, f
 from .versions import VersionStore
 
 logger = logging.getLogger(__name__)
-
-ADAPTER_FILE: Final = "adapter_model.safetensors"
-"""Name of PEFT for the file with all tensors of an adapter."""
 
 
 @dataclass(slots=True)
@@ -230,7 +227,7 @@ class VersionPublisher:
                 await self._check_adapter(command)
             whole = Contents(anchor=True, delta=False)
             publication = self._versions.begin(command.version, command.name)
-            draft = Draft(whole, Snapshot(), None, file=ADAPTER_FILE)
+            draft = Draft(whole, Snapshot(), None, file=ADAPTER_TENSORS)
             job = _Job(publication, whole, draft, options.started, files=files, adapter=command.name)
             return await self._load(await self._store(feed, job), options)
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from ...bus.protocol.weights.tensors import ADAPTER_CONFIG, ADAPTER_TENSORS, INDEX
 from ...schemas.errors import ControlError, bad_source
 from ...schemas.manifest import Manifest, tensors_digest
 from ...schemas.options import memory_bytes
@@ -32,7 +33,6 @@ from .threads import Progress, Scratch, run_quietly
 
 T = TypeVar("T")
 
-INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 """Enough for an index with hundreds of thousands of tensors."""
@@ -61,8 +61,6 @@ _SAME: Final = (
 """Fields of config.json that change how a model computes, but not the shapes of its tensors. An engine that reloads its
 weights keeps the fields that it read at its start. If they differed, a worker would compute differently from a worker
 that starts on the new checkpoint."""
-ADAPTER_CONFIG: Final = "adapter_config.json"
-TENSORS: Final = "adapter_model.safetensors"
 MAX_RANK: Final = 512
 """The largest rank that vLLM can be configured for. An engine may allow less and then states its limit."""
 _PREFIX: Final = "base_model.model."
@@ -248,7 +246,7 @@ def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_ra
     Raises:
         ControlError: `bad_source`. The message names the file, the module, the expected and the actual value.
     """
-    for name in (ADAPTER_CONFIG, TENSORS):
+    for name in (ADAPTER_CONFIG, ADAPTER_TENSORS):
         if not (folder / name).exists():
             raise bad_source(
                 folder / name, "is missing: an adapter needs adapter_config.json and adapter_model.safetensors"
@@ -261,7 +259,7 @@ def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_ra
             f"has the rank r={config.r}; allowed: up to {max_rank}, as the worker's engine was started (vLLM's engine "
             "argument 'max_lora_rank')",
         )
-    file = folder / TENSORS
+    file = folder / ADAPTER_TENSORS
     pairs = _read_pairs(file, config)
     for module, (a, b) in sorted(pairs.items()):
         if a.shape[0] != b.shape[1]:
@@ -333,13 +331,13 @@ def folder_content(folder: Path, check: Callable[[Path], None] | None, *, is_ada
         OSError: a file cannot be read.
     """
     files = set() if is_adapter else {tensor.file for tensor in read_checkpoint(folder).values()}
-    names = (ADAPTER_CONFIG, TENSORS) if is_adapter else (INDEX, CONFIG)
+    names = (ADAPTER_CONFIG, ADAPTER_TENSORS) if is_adapter else (INDEX, CONFIG)
     notes = note_files(files | {path for name in names if (path := folder / name).exists()})
     if check is not None:
         check(folder)
     if not is_adapter:
         return FolderContent(folder, notes, read_checkpoint(folder), frozenset())
-    tensors = {**read_header(folder / TENSORS), ADAPTER_CONFIG: whole_file(folder / ADAPTER_CONFIG)}
+    tensors = {**read_header(folder / ADAPTER_TENSORS), ADAPTER_CONFIG: whole_file(folder / ADAPTER_CONFIG)}
     return FolderContent(folder, notes, tensors, frozenset({ADAPTER_CONFIG}))
 
 

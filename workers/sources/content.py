@@ -7,7 +7,6 @@ reads only folders whose real path, and the real path of each file in them, is b
 import asyncio
 import contextlib
 import hashlib
-import math
 import os
 import stat
 import time
@@ -21,7 +20,7 @@ import msgspec
 
 from ...bus.objects import safetensors_header
 from ...schemas.errors import ControlCode, ControlError, bad_source, storage_failure
-from ...schemas.manifest import DTYPE_BITS, tensors_digest
+from ...schemas.manifest import content_bytes, tensors_digest
 from .store import LockWatch, boot_id, try_lock
 from .threads import Job, Progress, Scratch, run_quietly
 
@@ -172,7 +171,7 @@ class Tensor(NamedTuple):
     @property
     def size(self) -> int:
         """Size of the content in bytes."""
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+        return content_bytes(self.dtype, self.shape)
 
     def __str__(self) -> str:
         """Dtype and shape, for error messages."""

@@ -33,6 +33,10 @@ from ....schemas.manifest import TensorEntry
 
 INDEX: Final = "model.safetensors.index.json"
 """The file that maps tensors to files, if there are several files."""
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""The file with an adapter's configuration in PEFT."""
+ADAPTER_TENSORS: Final = "adapter_model.safetensors"
+"""The file with an adapter's tensors in PEFT."""
 _ALIGNMENT: Final = 8
 """The alignment of the contents in the file, in bytes, as in safetensors' own writer."""
 Encoding = Literal["same", "sparse", "dense"]
