@@ -1,11 +1,12 @@
 """The last commands of a fleet with each worker's acks, and the commands, starts and losses of the last day. No I/O."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ....schemas.acks import Ack, AckStatus
 from ....schemas.control import (
@@ -17,7 +18,6 @@ from ....schemas.control import (
     FinishWeightUpdate,
     LoadLora,
     Pause,
-    Recorded,
     UnloadLora,
     UpdateWeights,
 )
@@ -156,7 +156,7 @@ class CommandBook:
         if known is not None:
             known.is_heard, known.begun_by = True, None
             known.epoch, known.over_at = command.epoch, over_at
-            known.workers = concerned | {name: known.workers[name] for name in known.workers if name in concerned}
+            known.workers = {name: known.workers.get(name, awaited) for name, awaited in concerned.items()}
             known.has_final &= known.workers.keys()
             return
         self._follow(_FollowedCommand(command.id, command.command, controller, now, command.epoch, over_at, concerned))
@@ -273,33 +273,27 @@ def command_event(state: DesiredState, at: float) -> DayEvent | None:
     """Return the event of the command that made this state; None if it is the first state, without a command."""
     if state.is_first:
         return None
-    changed = list(_find_changed(state))
-    common: dict[str, float | str | int] = {"at": round(at, 3), "model": state.model, "epoch": state.epoch}
+    everywhere = [(None, state.registers), *state.workers.items()]
+    changed = [(name, each) for name, own in everywhere for each in own.values() if each.epoch == state.epoch]
+    event = DayEvent(at=round(at, 3), what="undo", model=state.model, epoch=state.epoch)
     fresh = [each for each in changed if each[1].command.epoch == state.epoch]
     if not fresh:
         # An undo restores earlier commands under a new epoch, or leaves none. A reset leaves nothing at all.
         back = ", ".join(sorted({recorded.command.command for _, recorded in changed}))
-        is_reset = not (state.registers or state.workers)
-        return DayEvent(**common, what="reset" if is_reset else "undo", detail=back)  # type: ignore[arg-type]
+        return replace(event, what="undo" if state.registers or state.workers else "reset", detail=back)
     # New weights also record the unload of an adapter.
     worker, recorded = min(fresh, key=lambda each: isinstance(each[1].command, UnloadLora))
     command = recorded.command
     workers = () if worker is None else tuple(sorted({each for each, _ in fresh if each is not None}))
-    details = _describe_command(command)[:MAX_DETAIL_CHARS]
-    return DayEvent(
-        **common,  # type: ignore[arg-type]
+    return replace(
+        event,
         what=command.command,
         workers=workers[:MAX_NAMED],
         num_workers=len(workers),
         id=command.id,
         by=recorded.by,
-        detail=details,
+        detail=_describe_command(command)[:MAX_DETAIL_CHARS],
     )
-
-
-def _find_changed(state: DesiredState) -> Iterator[tuple[str | None, Recorded]]:
-    for worker, registers in [(None, state.registers), *state.workers.items()]:
-        yield from ((worker, each) for each in registers.values() if each.epoch == state.epoch)
 
 
 def _describe_command(command: AnyCommand) -> str:
