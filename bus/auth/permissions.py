@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ..subjects import BUCKET, LANES, PREFIX, encode_token, published_bucket
+from ..subjects import BUCKET, LANES, PREFIX, encode_token, published_bucket, session_bucket, upload_bucket
 from .credentials import CLIENT_ROLES, Role, User
 
 _NOBODY: Final[frozenset[Role]] = frozenset()
@@ -62,8 +62,8 @@ INBOX: Final = "<inbox>."
 """Prefix of the subjects on which a user receives answers."""
 _API: Final = "$JS.API"
 _KV: Final = f"KV_{BUCKET}"
-_OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
-_SESSIONS: Final = f"{BUCKET}-sessions-<fleet>"
+_OBJECTS: Final = f"OBJ_{upload_bucket('<fleet>')}"
+_SESSIONS: Final = session_bucket("<fleet>")
 _WILDCARD: Final = re.compile(r"<\w+>|[*>]")
 _STREAMED: Final = (".CONSUMER.MSG.NEXT.", ".DIRECT.GET.")
 """Services of JetStream that answer with several messages."""
@@ -132,7 +132,7 @@ JETSTREAM_RULES: Final = (
     Rule(f"{_API}.STREAM.INFO.{_OBJECTS}", publish=_WORKERS, why="list uploads"),
     Rule(f"{_API}.DIRECT.GET.{_OBJECTS}", publish=_WORKERS, why="fetch uploads"),
     Rule(f"{_API}.STREAM.PURGE.{_OBJECTS}", publish=_ADMINS, why="delete old uploads"),
-    Rule(f"$O.{BUCKET}-<fleet>.>", publish=_ADMINS, why="upload weights and adapters"),
+    Rule(f"$O.{upload_bucket('<fleet>')}.>", publish=_ADMINS, why="upload weights and adapters"),
     Rule(f"{_API}.STREAM.MSG.GET.OBJ_{_UPLOADS}", publish=_READERS, why="read descriptions of published weights"),
     Rule(f"{_API}.STREAM.INFO.OBJ_{_UPLOADS}", publish=_READERS - _ADMINS, why="list published weights"),
     Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS | _PUBLISHERS, why="fetch published weights"),

@@ -24,7 +24,7 @@ from ....bus.nats.server import Server
 from ....bus.objects.layout import stream_of
 from ....bus.protocol.weights.chain import needed_for_chain
 from ....bus.publish.chain_store import ChainKey, read_chain
-from ....bus.subjects import BUCKET, Subjects
+from ....bus.subjects import BUCKET, Subjects, upload_bucket
 from ....schemas.errors import BusBroken, ControlError, PermissionDenied
 from ..console import gib, print_json, size
 from ..exits import ExitCode
@@ -91,7 +91,7 @@ def is_of_fleet(stream: str, subjects: Subjects) -> bool:
     """Return True if rollbus created the stream of this name for the fleet, or for all fleets."""
     return stream.startswith(f"rb~{subjects.fleet}~") or stream in {
         f"KV_{BUCKET}",
-        stream_of(f"{BUCKET}-{subjects.fleet}"),
+        stream_of(upload_bucket(subjects.fleet)),
     }
 
 
