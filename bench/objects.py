@@ -3,7 +3,7 @@
     python -m bench.objects [--megabytes 256] [--rounds 5] [--peer-megabytes 16] [--json FILE]
 
 The ways of nats-py are measured too. All ways use one server, which the bench starts. The server stores on the disk
-that the bench reads and writes. Each round leaves its objects and files there until the end. nats-py puts object chunks
+that the bench reads and writes. Each round leaves its objects and files there until the end. nats-py puts object parts
 of 128 KB. Its get takes a second for 16 MB, so it gets fewer megabytes.
 """
 

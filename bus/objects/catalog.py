@@ -134,7 +134,7 @@ async def delete_prefix(nats: Connection, objects: str) -> int:
 
 
 async def delete_objects(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...]) -> None:
-    """Delete objects. Delete descriptions first, so that no reader starts on an object whose chunks disappear.
+    """Delete objects. Delete descriptions first, so that no reader starts on an object whose parts disappear.
 
     Raises:
         ControlError: `storage`.

@@ -22,7 +22,7 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The storage options of an object."""
 
     max_chunk_size: int = 0
-    """Bytes of each chunk except the last."""
+    """Bytes of each part except the last."""
     link: dict[str, str] | None = None
     """Bucket and name of another object that has the content; None: the object has its own content."""
 
@@ -33,11 +33,11 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     bucket: str
     nuid: str = ""
-    """Last token of the subject of the object's chunks."""
+    """Last token of the subject of the object's parts."""
     size: int = 0
     """Size in bytes."""
     chunks: int = 0
-    """Number of chunks."""
+    """Number of parts, which NATS calls chunks."""
     digest: str = ""
     """`SHA-256=` and the digest in URL-safe base64."""
     mtime: str = ""
@@ -103,7 +103,7 @@ def stream_config(bucket: str, max_bytes: int) -> dict[str, object]:
 
 
 def parts_subject(bucket: str, nuid: str) -> str:
-    """Return the subject of the chunks of one object."""
+    """Return the subject of the parts of one object."""
     return f"$O.{bucket}.C.{nuid}"
 
 

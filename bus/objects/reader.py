@@ -1,6 +1,6 @@
 """Reads stored folders: each object separately, into memory or into a file.
 
-`DIRECT.GET` returns the chunks of an object in batches: the server sends the messages after a sequence number, up to a
+`DIRECT.GET` returns the parts of an object in batches: the server sends the messages after a sequence number, up to a
 number of bytes, and states how many remain. This requires no consumer. A user that may create consumers could make the
 store deliver its content to any subject, because the subject is in the payload, which no permission checks.
 """
@@ -41,19 +41,19 @@ logger = logging.getLogger(__name__)
 READ_BYTES: Final = 4 * 1024**2
 """Bytes per read of a file that is hashed; larger reads are not faster."""
 BATCH_BYTES: Final = 2 * 1024 * 1024
-"""Bytes of one batch, which has at least one chunk. A batch delays the event loop's other work: concurrent round trips
+"""Bytes of one batch, which has at least one part. A batch delays the event loop's other work: concurrent round trips
 take 3 ms (p99), and 10 ms with twice the size. The speed is the same from 1 to 8 MB."""
 BATCHES: Final = 2
 """Number of batches in flight or buffered, so that data arrives while earlier data is written."""
 SILENCE_S: Final = 2.0
 """Seconds without a message after which a batch counts as lost, with a restarted server or a broken connection."""
 MAX_MISMATCHES: Final = 2
-"""Consecutive mismatches between the server's number of chunks and the description. A replica in a cluster may lag
+"""Consecutive mismatches between the server's number of parts and the description. A replica in a cluster may lag
 once."""
 RETRY_S: Final = 0.25
 """Seconds between attempts. A restarted server is back within tenths of a second."""
 STALL_S: Final = 30.0
-"""Seconds without a chunk after which the read fails."""
+"""Seconds without a part after which the read fails."""
 _NUMBERS: Final = ("Sequence", "Last-Sequence", "Num-Pending")
 NOT_FOUND: Final = "404"
 END_OF_BATCH: Final = "204"
@@ -78,7 +78,7 @@ class NewFile:
         self._file = self._path.open("xb", buffering=0)
 
     def write(self, parts: list[bytes]) -> None:
-        """Append chunks."""
+        """Append parts."""
         if self._file is None:
             raise LocalProtocolError(f"{self._path} is written before it is open")
         for part in parts:
@@ -113,28 +113,28 @@ class _AttemptLost(Exception):
     """A batch or some of its messages were lost; the read continues with another attempt."""
 
 
-async def read_object_chunks(nats: Connection, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
-    """Yield the chunks of an object in order, as many at a time as were received: at most `BATCHES * BATCH_BYTES`.
+async def read_parts(nats: Connection, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
+    """Yield the parts of an object in order, as many at a time as were received: at most `BATCHES * BATCH_BYTES`.
 
-    The number of bytes and chunks equals that in `info`. The caller checks the digest. Close the generator with
+    The number of bytes and parts equals that in `info`. The caller checks the digest. Close the generator with
     `contextlib.aclosing` if it may be left early.
 
     Raises:
         ControlError: `bad_source`: the object differs from `info`, or was deleted meanwhile; `storage`: the server sent
-            no chunk for `STALL_S`.
+            no part for `STALL_S`.
         BusClosed: the connection was closed locally.
     """
     progress = _ReadProgress(info)
     lost_at: float | None = None
     while not progress.is_complete:
-        chunks_before = progress.chunks
+        parts_before = progress.num_parts
         try:
             async with _attempt(nats, progress) as attempt:
                 while not progress.is_complete:
                     yield await attempt.receive()
         except (_AttemptLost, BusBroken) as error:
             now = time.monotonic()
-            if lost_at is None or progress.chunks > chunks_before:
+            if lost_at is None or progress.num_parts > parts_before:
                 lost_at = now
             if now - lost_at > STALL_S:
                 raise storage_failure(
@@ -152,28 +152,28 @@ class _ReadProgress:
     def __init__(self, info: ObjectInfo) -> None:
         self.info = info
         self.shown = f"objects:{info.bucket}/{info.name}"
-        self.chunks = 0
+        self.num_parts = 0
         self.size = 0
         self.next_seq = 1
-        """Sequence number in the stream from which chunks are missing."""
+        """Sequence number in the stream from which parts are missing."""
         self._mismatches = 0
 
     @property
     def is_complete(self) -> bool:
-        return self.chunks == self.info.chunks
+        return self.num_parts == self.info.chunks
 
     @property
     def so_far(self) -> str:
-        return f"{self.chunks} of {self.info.chunks} parts"
+        return f"{self.num_parts} of {self.info.chunks} parts"
 
     def check_missing(self, found: int) -> None:
-        """Compare the number of chunks that the server still has with the number that is missing here.
+        """Compare the number of parts that the server still has with the number that is missing here.
 
         Raises:
             _AttemptLost: they differ, for the first time.
             ControlError: `bad_source`: they differ again.
         """
-        missing = self.info.chunks - self.chunks
+        missing = self.info.chunks - self.num_parts
         if found == missing:
             self._mismatches = 0
             return
@@ -183,14 +183,14 @@ class _ReadProgress:
             raise _AttemptLost(problem)
         raise bad_source(problem)
 
-    def add(self, chunk: bytes, seq: int) -> None:
-        """Count a chunk, and reject a chunk that cannot belong to the object.
+    def add(self, part: bytes, seq: int) -> None:
+        """Count a part, and reject a part that cannot belong to the object.
 
         Raises:
             ControlError: `bad_source`.
         """
-        self.chunks += 1
-        self.size += len(chunk)
+        self.num_parts += 1
+        self.size += len(part)
         self.next_seq = seq + 1
         if self.size > self.info.size or (self.is_complete and self.size != self.info.size):
             raise bad_source(
@@ -227,11 +227,11 @@ class _Attempt:
         self._ask_from: int | None = None
         """Start of the next batch, which is requested after a waiting batch was read; None: it was requested."""
         self._last_seq = 0
-        """Sequence number of the last chunk that was read from the current batch."""
+        """Sequence number of the last part that was read from the current batch."""
         self._lost: _AttemptLost | BusBroken | None = None
 
     async def ask(self, seq: int) -> None:
-        """Request the chunks from this sequence number on."""
+        """Request the parts from this sequence number on."""
         self._ask_from = None
         question = {
             "seq": seq,
@@ -242,7 +242,7 @@ class _Attempt:
         await publish(self._nats, self._get, msgspec.json.encode(question), reply=self.inbox)
 
     async def on_message(self, message: Msg) -> None:
-        """Handle a chunk or the end of a batch. At the end of a batch, request the next batch."""
+        """Handle a part or the end of a batch. At the end of a batch, request the next batch."""
         self._waiting.put_nowait(message)
         if (last_seq := _end_of_batch(message)) is not None:
             self._num_whole += 1
@@ -252,15 +252,15 @@ class _Attempt:
                 self._ask_from = last_seq + 1
 
     async def receive(self) -> list[bytes]:
-        """Return the received chunks, at least one.
+        """Return the received parts, at least one.
 
         Raises:
-            _AttemptLost: no more chunks will arrive.
+            _AttemptLost: no more parts will arrive.
             BusBroken, BusClosed: the errors of `publish`.
             ControlError: `bad_source`.
         """
-        chunks: list[bytes] = []
-        while not chunks:
+        parts: list[bytes] = []
+        while not parts:
             if self._lost is not None:
                 raise self._lost
             try:
@@ -269,15 +269,15 @@ class _Attempt:
             except TimeoutError:
                 raise _AttemptLost(f"no message arrived for {SILENCE_S:g} s") from None
             try:
-                await self._add(message, chunks)
+                await self._add(message, parts)
                 while not self._waiting.empty():
-                    await self._add(self._waiting.get_nowait(), chunks)
+                    await self._add(self._waiting.get_nowait(), parts)
             except (_AttemptLost, BusBroken) as error:
-                self._lost = error  # the chunks before the error are valid
-        return chunks
+                self._lost = error  # the parts before the error are valid
+        return parts
 
-    async def _add(self, message: Msg, chunks: list[bytes]) -> None:
-        """Add a chunk to `chunks`, or end a batch."""
+    async def _add(self, message: Msg, parts: list[bytes]) -> None:
+        """Add a part to `parts`, or end a batch."""
         headers = message.headers or {}
         if _end_of_batch(message) is not None:
             self._num_whole -= 1
@@ -297,7 +297,7 @@ class _Attempt:
             self._progress.check_missing(pending + 1)
             self._last_seq = seq
             self._progress.add(message.data, seq)
-            chunks.append(message.data)
+            parts.append(message.data)
 
 
 def _end_of_batch(message: Msg) -> int | None:
@@ -415,9 +415,9 @@ class FolderReader:
         return await asyncio.get_running_loop().run_in_executor(self._disk, lambda: function(*args, **kwargs))
 
     async def _parts(self, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
-        """Yield the chunks of an object at the allowed rate."""
+        """Yield the parts of an object at the allowed rate."""
         with _nats_errors(f"{shown(info)} cannot be fetched"):
-            async with contextlib.aclosing(read_object_chunks(self._nats, info)) as batches:
+            async with contextlib.aclosing(read_parts(self._nats, info)) as batches:
                 async for parts in batches:
                     yield parts
                     if self._rate is not None:

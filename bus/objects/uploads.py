@@ -1,6 +1,6 @@
 """The uploads of controllers and publishers: they are stored under their own prefixes, and old ones are deleted.
 
-The ids of a publication's object chunks contain the tag of its folder, which shows the leftovers of killed publishers.
+The ids of a publication's object parts contain the tag of its folder, which shows the leftovers of killed publishers.
 """
 
 import logging
@@ -32,7 +32,7 @@ from .writer import put_folder
 logger = logging.getLogger(__name__)
 
 TAG: Final = "rb"
-"""Prefix of the ids of a publication's object chunks. The tag of the folder follows."""
+"""Prefix of the ids of a publication's object parts. The tag of the folder follows."""
 TAGGED_CHARS: Final = 32
 """Characters of an id with a tag. The ids of other programs have 22."""
 OWN_UPLOAD: Final = re.compile(r"(weights|loras/[^/]+)/\d+-[0-9a-f]{8}(?=/)")
@@ -42,7 +42,7 @@ ABANDONED_S: Final = 24 * 3600.0
 
 
 def new_part_id(tag: str, nuids: NUID) -> str:
-    """Return an id for object chunks of the folder with this tag."""
+    """Return an id for object parts of the folder with this tag."""
     return f"{TAG}{tag}{nuids.next().decode()[: TAGGED_CHARS - len(TAG) - 8]}"
 
 
@@ -61,9 +61,9 @@ class Cleaning:
     now: datetime
     """Time of the server's clock."""
     open_tags: AbstractSet[str] = frozenset()
-    """Tags of this process's publications in progress. No object names their object chunks yet."""
+    """Tags of this process's publications in progress. No object names their object parts yet."""
     young_s: float = YOUNG_S
-    """Age in seconds below which folders and object chunks always stay."""
+    """Age in seconds below which folders and object parts always stay."""
     _ages: dict[str, float] = field(default_factory=dict)
     """Age in seconds, by folder."""
     _tags: set[str] = field(default_factory=set)
@@ -119,10 +119,10 @@ class Cleaning:
             logger.info("versions.deleted objects=%s", objects)
 
     async def delete_parts(self, *, tagged_young_s: float | None = None) -> int:
-        """Delete object chunks that no object names, left by killed uploads. Return the number of their objects.
+        """Delete object parts that no object names, left by killed uploads. Return the number of their objects.
 
         Args:
-            tagged_young_s: age in seconds below which object chunks of publications stay; None: as those of other
+            tagged_young_s: age in seconds below which object parts of publications stay; None: as those of other
                 uploads.
         """
         tagged_young_s = self.young_s if tagged_young_s is None else tagged_young_s
@@ -130,7 +130,7 @@ class Cleaning:
         nuids = {subject.removeprefix(prefix) for subject in await list_subjects(self.nats, self.bucket, f"{prefix}>")}
         unnamed = {nuid for nuid in nuids if part_tag(nuid) not in self._tags}
         if any(part_tag(nuid) is None for nuid in unnamed):
-            unnamed -= await self._chunks_of_others()
+            unnamed -= await self._parts_of_others()
         deleted = 0
         for nuid in sorted(unnamed):
             young_s = self.young_s if part_tag(nuid) is None else tagged_young_s
@@ -142,8 +142,8 @@ class Cleaning:
             logger.info("versions.leftovers_deleted bucket=%s objects=%s", self.bucket, deleted)
         return deleted
 
-    async def _chunks_of_others(self) -> set[str]:
-        """Return the ids of object chunks that objects of other uploads name."""
+    async def _parts_of_others(self) -> set[str]:
+        """Return the ids of object parts that objects of other uploads name."""
         named = set()
         for name in self._others:
             found = await find_object(self.nats, self.bucket, name, is_signed=False)
@@ -152,7 +152,7 @@ class Cleaning:
         return named
 
     async def _is_old(self, subject: str, young_s: float) -> bool:
-        """Return True if the last object chunk is older than `young_s`. An upload in progress has a younger one."""
+        """Return True if the last object part is older than `young_s`. An upload in progress has a younger one."""
         operation = f"STREAM.MSG.GET.{stream_of(self.bucket)}"
         answer = await find(self.nats, operation, {"last_by_subj": subject}, absent={NO_MESSAGE})
         if answer is None:
@@ -212,7 +212,7 @@ class Uploads:
             logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
 
     async def sweep(self, model: str, keep: Set[str]) -> None:
-        """Delete what killed controllers left in the bucket: old uploads of the model, and unnamed object chunks.
+        """Delete what killed controllers left in the bucket: old uploads of the model, and unnamed object parts.
 
         An upload is old if nobody has recorded it for `ABANDONED_S`. Failures are logged.
 

@@ -51,13 +51,13 @@ from .layout import (
 logger = logging.getLogger(__name__)
 
 PART_BYTES: Final = 512 * 1024
-"""Bytes of a chunk, if the server's `max_payload` allows it. Larger chunks are not faster and delay other messages."""
+"""Bytes of a part, if the server's `max_payload` allows it. Larger parts are not faster and delay other messages."""
 HEADROOM_BYTES: Final = 4096
 """Bytes below `max_payload` for headers that an intermediate server may add."""
 WINDOW_BYTES: Final = 4 * 1024 * 1024
 """Published bytes without an ack: enough to keep the server busy, few enough not to delay other messages."""
 ACK_TIMEOUT_S: Final = 10.0
-"""Seconds for the server to store a chunk; a slow disk or an election takes seconds."""
+"""Seconds for the server to store a part; a slow disk or an election takes seconds."""
 Bytes = bytes | bytearray | memoryview
 Pieces = AsyncIterable[Bytes] | Iterable[Bytes]
 """Content of an object, split at any positions."""
@@ -242,24 +242,24 @@ async def put_pieces(sender: Sender, info: ObjectInfo, pieces: Pieces) -> Object
         BusBroken, BusClosed: the errors of `publish`.
     """
     subject, sha = parts_subject(info.bucket, info.nuid), hashlib.sha256()
-    size = chunks = 0
-    async with contextlib.aclosing(_chunks_of(pieces, sender.part_bytes, sha)) as batches:
+    size = num_parts = 0
+    async with contextlib.aclosing(_parts_of(pieces, sender.part_bytes, sha)) as batches:
         async for parts in batches:
             for part in parts:
                 await sender.send(subject, part)
-                size, chunks = size + len(part), chunks + 1
+                size, num_parts = size + len(part), num_parts + 1
     return msgspec.structs.replace(
         info,
         size=size,
-        chunks=chunks,
+        chunks=num_parts,
         digest=encode_digest(sha.digest()),
         mtime=datetime.now(UTC).isoformat(),
         options=ObjectOptions(max_chunk_size=sender.part_bytes),
     )
 
 
-async def _chunks_of(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
-    """Cut the pieces into chunks of `part_bytes`, except for the last one. Yield the chunks of one window at a time."""
+async def _parts_of(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
+    """Cut the pieces into parts of `part_bytes`, except for the last one. Yield the parts of one window at a time."""
     batch_bytes = max(1, WINDOW_BYTES // part_bytes) * part_bytes
     rest = bytearray()
     async with contextlib.aclosing(each_piece(pieces)) as given:
@@ -320,7 +320,7 @@ async def put_folder(
         ControlError: `bad_source`: a name is not valid, there are no files or too many, or a file cannot be read;
             `storage`: the bucket is full, or has objects below `prefix`. Nothing stays stored.
         BusBroken: the connection or JetStream failed. The stored objects are removed if the server returns soon.
-            Otherwise object chunks remain that no object names.
+            Otherwise object parts remain that no object names.
         BusClosed: the connection was closed locally.
     """
     objects = f"{bucket}/{prefix}"

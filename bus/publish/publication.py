@@ -73,7 +73,7 @@ class Publication:
         objects: folder of the publication, `<bucket>/<prefix>`.
         version: version that is published.
         epoch: epoch of the lease.
-        tag: tag in the ids of the folder's object chunks.
+        tag: tag in the ids of the folder's object parts.
     """
 
     def __init__(self, store: Store, key: ChainKey, opened: OpenedVersion) -> None:

@@ -220,7 +220,7 @@ class VersionStore:
 
         Args:
             recorded: folders of the object store that the desired state names; those with published versions are noted.
-            young_s: age in seconds below which folders and object chunks always stay.
+            young_s: age in seconds below which folders and object parts always stay.
         """
         try:
             key = self._opened()

@@ -52,7 +52,7 @@ HUGE = 2**60
 
 @pytest.mark.parametrize("name", ["alice", "w0", "front", "eye", "dave"])
 async def test_only_a_publisher_of_the_model_may_store_objects(name: str, tmp_path: Path) -> None:
-    """Only a publisher of the model may store object chunks, a manifest or a chain.
+    """Only a publisher of the model may store object parts, a manifest or a chain.
 
     A publisher of another model may not.
     """

@@ -34,7 +34,7 @@ async def fresh_bucket(nats: Connection) -> AsyncIterator[str]:
 
 
 async def stored_messages(nats: Connection, bucket: str) -> int:
-    """Return the number of messages in a bucket: object chunks and descriptions."""
+    """Return the number of messages in a bucket: object parts and descriptions."""
     messages: int = (await ask(nats, f"STREAM.INFO.OBJ_{bucket}"))["state"]["messages"]
     return messages
 

@@ -313,7 +313,7 @@ def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: Abstr
 
 
 def folder_of(name: str) -> tuple[str, str] | None:
-    """Return the folder of a published object, and the tag of its object chunks.
+    """Return the folder of a published object, and the tag of its object parts.
 
     Return None if the object belongs to no version.
     """
