@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rollbus.bus.protocol.fleet.authority import MAX_NAMED
 from rollbus.bus.protocol.fleet.canary import dissenters
 from rollbus.bus.protocol.fleet.command_result import (
-    MAX_NAMED,
     AckTracker,
     CommandIncomplete,
     Quorum,

@@ -39,7 +39,7 @@ _REGISTERS: Final = {
     str(kind.__struct_config__.tag): kind.sets for kind in get_args(AnyCommand) if kind.sets is not None
 }
 MAX_NAMED: Final = 8
-"""Workers that a message names for each digest."""
+"""Workers that an error message names, for each digest or each command. The command result has all of them."""
 Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 

@@ -22,7 +22,7 @@ from ....schemas.control import (
 from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..html import as_html
-from .authority import without
+from .authority import MAX_NAMED, without
 from .loans import executes
 from .presence import LostWorker
 
@@ -30,8 +30,6 @@ RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing"
 """The maps of a command result, in display order. Each map has the workers with that result."""
 PAUSING: Final = ("update_weights", "finish_weight_update")
 """Commands that pause the requests in flight and resume them."""
-MAX_NAMED = 8
-"""Workers that an error message names. The command result has all of them."""
 MAX_REASON_CHARS = 300
 """Characters of each worker's reason in an error message. The command result has the whole reason."""
 Roster = dict[str, tuple[WorkerPresence, ...]]
