@@ -21,7 +21,7 @@ import msgspec
 from ...bus.objects import safetensors_header
 from ...schemas.errors import ControlCode, ControlError, bad_source, storage_failure
 from ...schemas.manifest import content_bytes, tensors_digest
-from .store import LockWatch, boot_id, try_lock
+from .store import POLL_S, LockWatch, boot_id, try_lock
 from .threads import Job, Progress, Scratch, run_quietly
 
 MAX_ENTRIES: Final = 16_384
@@ -37,8 +37,6 @@ SETTLED_NS: Final = 2_000_000_000
 stamps, and then look unchanged."""
 MAX_KEPT: Final = 1024
 """Files whose digests a machine keeps; a large checkpoint has a few hundred. The oldest are deleted."""
-POLL_S: Final = 0.1
-"""Seconds between two tries to get the lock of the machine."""
 CORES_FOR_ONE: Final = 4
 MAX_THREADS: Final = 8
 """One thread for each four cores hashes, between two and eight: SHA-256 takes about a second for a GB, and a file is
