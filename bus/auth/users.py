@@ -28,7 +28,6 @@ from msgspec.structs import replace
 from ...schemas.control import Certificate
 from ...schemas.errors import BusBroken, InvalidRequest
 from ...schemas.options import check_writable
-from . import credentials as nkeys
 from .credentials import (
     CLIENT_ROLES,
     BadSignature,
@@ -40,6 +39,7 @@ from .credentials import (
     encode_key,
     issue,
     load_credentials,
+    new_seed,
     public_key,
     signing_key,
 )
@@ -293,7 +293,7 @@ def _check_names(users: Iterable[WantedUser]) -> None:
 def _make(path: Path, wanted: WantedUser) -> User:
     """Create and write a key, or load the existing key."""
     fleet, role, name = wanted
-    credentials = Credentials(fleet=fleet, role=role, name=name, seed=nkeys.new_seed())
+    credentials = Credentials(fleet=fleet, role=role, name=name, seed=new_seed())
     path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
     try:
         write_new(path, _as_file(credentials))
