@@ -345,7 +345,6 @@ def test_an_endless_batch_uses_bounded_memory(pauses: list[int], percent: float)
     # After thinning, the batch still stores at least 8 times, so the rank is off by at most an eighth.
     behind = math.ceil(len(ends) / 8)
     seconds = times.seconds_to(percent)
-    assert seconds is not None
     assert ends[number - 1] <= seconds <= ends[min(number + behind, len(ends)) - 1]
     assert times.seconds_to(100) == ends[-1]
 

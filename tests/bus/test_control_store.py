@@ -61,7 +61,6 @@ async def test_each_epoch_has_its_own_recording_time(nats_url: str, fleet: str) 
         for _ in range(HISTORY - 1):
             await store.record(MODEL, FlushCache())
 
-        assert second is not None
         assert (first.utcoffset(), first < second) == (timedelta(0), True)
         assert await store.recorded_at(MODEL, 1) is None
         assert await store.recorded_at(MODEL, 2) == second
@@ -83,7 +82,6 @@ async def test_nats_tools_can_read_the_bucket(nats_url: str, fleet: str) -> None
         history = await bucket.history(key)
         status = await bucket.status()
 
-        assert entry.value is not None
         assert json.loads(entry.value)["registers"]["flush"]["command"]["id"] == "f2"
         assert [decode_desired(old.value or b"").epoch for old in history] == [1, 2, 3]
         assert status.history == HISTORY

@@ -86,7 +86,6 @@ class Load:
         chunks = [chunk async for chunk in self._rb.generate(request)]
         check_stream(chunks, request)
         end = chunks[-1].end
-        assert end is not None
         assert end.error is None, f"{request.request_id}: {end.error}"
         tokens = [token for chunk in chunks for token in chunk.token_ids.tolist()]
         versions = [chunk.weight_version for chunk in chunks for _ in range(chunk.num_tokens)]

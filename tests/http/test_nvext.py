@@ -213,7 +213,6 @@ def test_a_stop_string_within_a_chunk_removes_all_later_tokens_and_rows() -> Non
     update = answer.add(tokens)
     engine = nvext(wanted, answer.pop_update().tokens)["engine_data"]
     assert (update.text, answer.num_tokens, answer.finish_reason) == (byte_level().token_bytes(1).decode(), 2, "stop")
-    assert update.tokens.rows is not None
     assert len(update.tokens.rows) == 6
     assert (engine["completion_token_ids"], engine["completion_logprobs"]) == ([1, 2], [-1, -2])
     assert engine["completion_weight_versions"] == [4, 4]

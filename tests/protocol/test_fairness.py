@@ -416,7 +416,6 @@ class OneWorker:
         self.now += 0.001
         if self.turns.num_due(self.waiting, 1):
             begun = self.turns.pop(self.waiting, 1, self.now)
-            assert begun is not None
             self.got.append((begun[0], "follower"))
             return None
         assert self.turns.pop(self.waiting, 1, self.now) is None

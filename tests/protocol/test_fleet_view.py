@@ -265,7 +265,6 @@ def test_a_paused_prefill_worker_gets_no_request() -> None:
     for worker, left in (("p", {"m": ()}), ("d", {})):
         view = of_roles(p="prefill", d="decode")
         paused = view.get(worker)
-        assert paused is not None
         view.update(replace(paused, state=WorkerState.PAUSED), 1.0)
         assert view.snapshot.prefillers == left
 

@@ -96,7 +96,6 @@ def test_an_id_is_that_of_an_answer_as_a_whole(given: str, turn: str | None) -> 
 def test_an_answer_that_came_back_as_served_continues_its_turn(answer: dict[str, Any]) -> None:
     """Blanks, the order of arguments, another id and a dropped reasoning do not make another turn."""
     match = small_tree().find([USER, answer, tool("6")], SETTING)
-    assert match.parent is not None
     assert (match.parent.id, match.index) == ("t0", 2)
     assert match.fork == Fork(message=2, field="content")
 
@@ -165,7 +164,6 @@ def test_the_longest_branch_is_continued() -> None:
     tree = small_tree()
     add(tree, "t2", None, [USER], called())
     match = tree.find([USER, called(), tool("5"), {"role": "assistant", "content": "It is 5."}, USER], SETTING)
-    assert match.parent is not None
     assert match.parent.id == "t1"
 
 

@@ -100,7 +100,6 @@ def check_generation(generation: Generation, request: GenerateRequest, *, routin
     assert generation.error is None
     assert len(generation.weight_versions) == num_tokens
     if request.sampling.logprobs is not None:
-        assert generation.logprobs is not None
         assert len(generation.logprobs) == num_tokens
         assert not np.isnan(generation.logprobs).any()
     if generation.sampling_mask is not None:

@@ -191,7 +191,6 @@ async def test_a_worker_waits_for_its_id(nats_url: str, fleet: str) -> None:
     ):
         await until_worker(rb, "w", WorkerState.SERVING)
         async with worker_process(nats_url, fleet, *options, stderr=PIPE) as second:
-            assert second.stderr is not None
             while b"worker.id_awaited" not in await second.stderr.readline():
                 pass
             first.terminate()
