@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from rollbus.bus.nats.jetstream import Unanswered
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.sessions import manager, running, turns
-from rollbus.frontend.http.sessions.store import Claim, SessionStore
+from rollbus.frontend.http.sessions.store import Claim, SessionStore, TurnRecord
 from rollbus.frontend.sessions.errors import SessionError
 from tests.http.support import Http, http_before
 from tests.sessions.support import CONFIG, Owner, agent_of, serving, writes
@@ -167,11 +168,36 @@ async def test_claims_without_an_answer_or_of_another_version_delay_no_retry(
         for headers in ({}, {"Idempotency-Key": "k"}):
             monkeypatch.setattr(SessionStore, "write_claim", unanswered)
             await agent.with_options(max_retries=1).chat.completions.create(**ASKED, extra_headers=headers)
-        for key, written in (("a", b'{"service":"old","until":1}'), ("b", b"{")):
+        for key, written in (("a", b'{"service":"old","until":1}'), ("b", b'"\xff"')):
             digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
             await store._put(f"{session['id']}.run.{digest}.key", written, 0)
             await agent.chat.completions.create(**ASKED, extra_headers={"Idempotency-Key": key})
         assert await _turns_of(owner, session) == [True] * 4
+
+
+async def test_heads_and_turns_that_cannot_be_read_concern_only_their_sessions(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Junk, what another version wrote and what `nats kv del` deleted end neither the service nor later openings."""
+    monkeypatch.setattr(manager, "WATCH_S", 0.01)
+    writes += ["Slowly, " * 100]
+    slow = replace(CONFIG, step_s=0.005)
+    async with serving(nats_url, fleet, tmp_path, config=slow) as (http, owner), agent_of(await owner.open()) as agent:
+        store, events = SessionStore(http.own), await begin(agent)
+        (name,) = await store.names()
+        found = await store._get(f"{name}.head")
+        for key, data in (("junk", b"{"), ("other", found[0].replace(b'"keep"', b'"drop"')), ("deleted", b"")):
+            await store._put(f"{key}.head", data, None)
+        record = TurnRecord(id="x", parts=1)
+        for damaged in (b"{", msgspec.json.encode(replace(await store.read(name), turns=(record,)))):
+            await store._put(f"{name}.turn.x.0", b"\xc1", None)
+            await store._put(f"{name}.head", damaged, None)
+            await asyncio.sleep(0.1)
+            await store._put(f"{name}.head", found[0], None)
+        assert [event async for event in events][-1].choices[0].finish_reason == "stop"
+        monkeypatch.setattr(manager, "SWEEP_S", 0.0)
+        await owner.open()
+        assert await _turns_of(owner, {"id": name}) == [True]
 
 
 async def test_a_turn_that_has_ended_takes_no_claim_of_its_retry(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -241,7 +267,6 @@ async def test_each_read_renews_the_lease_and_models_that_start_delay_samples_on
             aged = await store.change(session["id"], lambda head: replace(head, used_at=head.used_at - 1000.0))
             assert (await owner.client.get(f"/v1/rl/sessions/{session['id']}{path}")).status_code == 200
             head = await store.read(session["id"])
-            assert head is not None
             assert head.used_at >= aged.used_at + 1000.0
     assert [sample["joins"][-1] for sample in samples] == ["unchecked"] * 3
     assert left == sorted(left, reverse=True)
@@ -262,13 +287,11 @@ async def test_a_service_whose_claim_was_replaced_abandons_its_turn(
             while taken is None:
                 # The service renews its claim until this write is the first one after a read.
                 found = await store.read_claim(session["id"], "run.>")
-                assert found is not None
                 taken = await store.write_claim(session["id"], replace(found[0], service="other"), found[1])
             with pytest.raises(openai.APIError, match="another service"):
                 assert [event async for event in events]
         await until(lambda: _turns_of(owner, session), [False])
         left = await store.read_claim(session["id"], "run.>")
-        assert left is not None
         assert left[0].service == "other"
 
 

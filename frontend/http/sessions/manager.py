@@ -99,8 +99,8 @@ class Sessions:
             for session in [each for each in self._cached.values() if each.running]:
                 try:
                     await self._watch_session(session)
-                except RollbusError as error:
-                    logger.warning("session.watch_failed session=%s error=%s", session.head.id, error)
+                except Exception as error:  # noqa: BLE001 - boundary: no stored session may end the service
+                    logger.warning("session.watch_failed session=%s error=%r", session.head.id, error)
 
     async def _watch_session(self, session: Session) -> None:
         name = session.head.id

@@ -8,6 +8,7 @@ import base64
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -29,8 +30,8 @@ from ....bus.nats.jetstream import (
     put,
 )
 from ....bus.subjects import session_bucket
-from ....schemas.decoding import JsonObject
-from ....schemas.errors import BusBroken
+from ....schemas.decoding import JsonObject, decode_document
+from ....schemas.errors import BusBroken, RemoteProtocolError
 from ....schemas.rows import RowDtype
 from ...sessions.errors import SessionError
 
@@ -42,6 +43,7 @@ MAX_TRIES: Final = 1000
 """Tries of one write of a head. A try fails only if another turn of the session was closed meanwhile."""
 MAX_SESSIONS: Final = 4096
 """Sessions of a fleet that are kept at a time. The sweep reads the head of each."""
+HEAD: Final = "the head of the session"
 STORAGE_FULL: Final = frozenset({10047, 10077, 10122})
 """JetStream's codes for a stream or server without room."""
 
@@ -156,9 +158,13 @@ class SessionStore:
         self._stream, self._subjects = f"KV_{bucket}", f"$KV.{bucket}"
 
     async def read(self, session: str) -> SessionHead | None:
-        """Return the head of a session; None: there is no such session."""
+        """Return the head of a session; None: there is no such session, or `nats kv del` has deleted its head.
+
+        Raises:
+            RemoteProtocolError: this version of the service cannot read the head.
+        """
         found = await self._get(f"{session}.head")
-        return None if found is None else msgspec.json.decode(found[0], type=SessionHead)
+        return decode_document(found[0], SessionHead, HEAD) if found and found[0] else None
 
     async def create(self, head: SessionHead) -> None:
         """Store the first head of a session. Create the bucket if it is missing.
@@ -177,6 +183,7 @@ class SessionStore:
 
         Raises:
             SessionError: `unknown_session`; `session_limit`: the bucket is full.
+            RemoteProtocolError: this version of the service cannot read the head.
         """
         retries = Retries()
         for _ in range(MAX_TRIES):
@@ -184,7 +191,7 @@ class SessionStore:
                 found = await self._get(f"{session}.head")
                 if found is None:
                     raise unknown_session(session)
-                before = msgspec.json.decode(found[0], type=SessionHead)
+                before = decode_document(found[0], SessionHead, HEAD)
                 after = change(before)
                 if after is before:
                     return before
@@ -233,8 +240,8 @@ class SessionStore:
             return None
         data, sequence, subject = found
         try:
-            claim = msgspec.json.decode(data, type=Claim)
-        except msgspec.DecodeError:
+            claim = decode_document(data, Claim, "the claim")
+        except RemoteProtocolError:
             claim = Claim()
         return replace(claim, key=subject.removeprefix(f"{self._subjects}.{session}.")), sequence
 
@@ -263,15 +270,20 @@ class SessionStore:
         return [subject.split(".")[-2] for subject in (info or {"state": {}})["state"].get("subjects") or {}]
 
     async def sweep(self) -> int:
-        """Delete the sessions whose retention has ended. Return the number of sessions that are left."""
+        """Delete the sessions whose retention has ended. Return the number of sessions that are left.
+
+        A session that this version cannot read does not count, and the bucket deletes it at its greatest age.
+        """
         left = 0
         for session in await self.names():
-            found = await self.read(session)
-            if found is not None and time.time() > found.frees_at():
-                await self.delete(session)
-                logger.info("session.deleted session=%s", session)
-            elif found is not None:
-                left += 1
+            with suppress(RemoteProtocolError):
+                if (found := await self.read(session)) is None:
+                    continue
+                if time.time() > found.frees_at():
+                    await self.delete(session)
+                    logger.info("session.deleted session=%s", session)
+                else:
+                    left += 1
         return left
 
     async def _find(
