@@ -88,7 +88,6 @@ async def test_every_token_has_its_mask_once_after_the_loss_of_a_worker(nats_url
     assert sum(chunk.num_tokens for chunk in chunks) == 300
     for chunk in chunks:
         if chunk.num_tokens:
-            assert chunk.sampling_mask is not None
             check_masks(TokenMasks.joined([chunk.sampling_mask]), chunk.token_ids)
     assert any(sample.attempts > 1 for whole in generations for sample in (whole, *whole.siblings))
     for whole, generation in zip(wholes, generations, strict=True):

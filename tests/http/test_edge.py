@@ -412,7 +412,6 @@ async def test_a_request_beyond_the_limit_gives_429(serve: Serve, tmp_path: Path
                     refused = await http.client.post(path, json={**body, "stream": stream})
                     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
             await becomes(http, "rollbus_http_generations_in_flight", 0, model="synthetic")
-        assert http.engine is not None
         await until_idle(http.engine, http.rb)
 
 
@@ -423,7 +422,6 @@ async def test_the_request_of_a_disconnected_client_is_aborted_and_counted(
     """If a client disconnects, before or after the first token, its request is aborted in the engine and counted."""
     settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
     async with serve(settings, config=SLOW) as http:
-        assert http.engine is not None
         engine, left = http.engine, {"model": "synthetic", "outcome": "left"}
         for number, (path, body) in enumerate(GENERATING.items()):
             async with posted(http, path, {**body, "stream": stream}) as reader:
@@ -450,7 +448,6 @@ async def test_a_disconnect_behind_a_long_body_or_a_further_request_is_noticed(
     """Also after a body that fills the buffer for reading, and with a request that waits, the request is aborted."""
     body = json.dumps(GENERATING[PATH]).encode() + b" " * padding
     async with serve(config=SLOW) as http:
-        assert http.engine is not None
         engine = http.engine
         async with connected(http.url, post_head(PATH, len(body)) + body + later):
             await until_true(lambda: not is_idle(engine))

@@ -421,7 +421,6 @@ async def test_wrong_input_gives_400_with_the_field(serve: Serve, tmp_path: Path
         assert problems == []
 
         assert (await http.client.get("/health")).status_code == 200
-        assert http.engine is not None
         await until_idle(http.engine, http.rb)
         assert (await http.rb.fleet.state()).workers[0].in_flight == 0
         request = rollbus.GenerateRequest(prompt_token_ids=[1], sampling=rollbus.SamplingParams(max_tokens=1))

@@ -89,7 +89,6 @@ def test_next_bytes_is_the_size_bound_of_the_next_chunk(
             size = writer.next_bytes
             assert writer.next_chunk(size - 1) is None
             chunk = writer.next_chunk(size)
-            assert chunk is not None
             assert chunk_bytes(chunk) <= writer.last_bytes == size
     drain(writer)
 

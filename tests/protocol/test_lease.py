@@ -306,7 +306,6 @@ def worker(transfer: OpenTransfer | None, *, is_older: bool = False, version: in
     """Return a worker with an open transfer, or of a release that announces none."""
     serving = VECTORS["presence_serving"]
     assert isinstance(serving, WorkerPresence)
-    assert serving.capabilities is not None
     able = replace(serving.capabilities, transfer_leases=not is_older)
     return replace(serving, state=WorkerState.UPDATING, capabilities=able, transfer=transfer, weight_version=version)
 

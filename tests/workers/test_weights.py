@@ -156,7 +156,6 @@ async def test_an_expected_canary_needs_no_routing(tmp_path: Path) -> None:
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
         good = await worker.weights.update(update(path, 2), worker.report)
-        assert good is not None
         known = replace(good, routed_experts=None, shape=None)
         await worker.weights.update(update(path, 3, expected_canary=known), worker.report)
         assert worker.standing == (3, False)
