@@ -75,7 +75,6 @@ class Other:
 
     def kill(self) -> None:
         """Kill it. The operating system releases its locks."""
-        assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.join(SOON_S)
 
@@ -184,6 +183,20 @@ async def test_a_new_folder_reuses_the_files_of_the_oldest_unused_folder(tmp_pat
     assert folders.digests() == {"b"}
     assert (folder / "file").stat().st_ino == inode
     assert partial.reuse("folder") == folder
+    partial.leave(discard=True)
+
+
+async def test_an_old_folder_that_another_process_deletes_meanwhile_is_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If another process deletes the old folder just before its reuse, a new folder is made and no lock remains."""
+    folders = store(tmp_path)
+    for digest in "ab":
+        (await build(folders, digest)).release()
+    partial, listed = await folders.open("c", ignore), folders._own_by_last_use
+    monkeypatch.setattr(folders, "_own_by_last_use", lambda: (listed(), store(tmp_path).delete("a"))[0])
+    assert [*partial.reuse("folder").iterdir()] == []
+    assert not folders.lock_file("a").exists()
     partial.leave(discard=True)
 
 

@@ -420,12 +420,14 @@ class FolderStore:
                 continue
             try:
                 # Rename first: if a later step fails, the folder no longer counts as complete.
-                self.folder(old).rename(to)
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it before the lock
+                    self.folder(old).rename(to)
                 self._delete_locked(old)
             finally:
                 os.close(fd)
-            logger.info("folders.reused folder=%s", self.folder(old))
-            return True
+            if to.exists():
+                logger.info("folders.reused folder=%s", self.folder(old))
+                return True
         return False
 
     def _problem_of(self, needed: int, digest: str) -> str | None:
@@ -462,8 +464,7 @@ class FolderStore:
             self.lock_file(digest).unlink()
 
     def _partial(self) -> list[str]:
-        names = [name for name in self._names() if name.startswith(".") and name.endswith(".partial")]
-        return [name.removeprefix(".").removesuffix(".partial") for name in names]
+        return [path.name.removeprefix(".").removesuffix(".partial") for path in self.root.glob(".*.partial")]
 
     def _names(self) -> list[str]:
         try:
