@@ -17,6 +17,7 @@ from ...schemas.acks import Ack
 from ...schemas.checks import check_name, list_names
 from ...schemas.control import DesiredState
 from ...schemas.errors import BusBroken, InvalidRequest, NoWorkers, RemoteProtocolError, RollbusError
+from ...schemas.limits import Recent
 from ...schemas.messages import decode_presence
 from ...schemas.presence import WorkerPresence, WorkerState
 from ..control.store import DesiredStore
@@ -31,7 +32,7 @@ from ..queue.publisher import QueueProbes
 from ..queue.streams import QueueDepth, delete_queue, queue_depths
 from ..subjects import CLIENT_CONNECTION, WORKER_CONNECTION, Subjects
 from .calls import Call
-from .config import ClientConfig
+from .config import MAX_MODELS, ClientConfig
 from .coordinator import AttemptCoordinator
 
 logger = logging.getLogger(__name__)
@@ -315,9 +316,10 @@ class PauseWarnings:
         self._store = store
         # Models with a paused worker and without a serving worker, as of the last change of the fleet.
         self._paused: set[str] = set()
-        # Time since which each of them is paused, and the seconds of the pauses that have ended, by model.
+        # Time since which each of them is paused, and the seconds of the pauses that have ended, by model. Workers
+        # choose the names of their models, and may change them.
         self._paused_since: dict[str, float] = {}
-        self._paused_s: dict[str, float] = {}
+        self._paused_s = Recent[str, float](MAX_MODELS)
         # Time since which requests wait for the end of the pause, by model.
         self._waiting: dict[str, float] = {}
         # Models whose present pause was logged.
@@ -341,8 +343,9 @@ class PauseWarnings:
     def paused_s(self) -> dict[str, float]:
         """Return for how many seconds each model has been paused so far."""
         now, since = time.monotonic(), self._paused_since
-        models = self._paused_s.keys() | since.keys()
-        return {model: self._paused_s.get(model, 0.0) + now - since.get(model, now) for model in models}
+        return {
+            model: self._paused_s.get(model, 0.0) + now - since.get(model, now) for model in {**self._paused_s, **since}
+        }
 
     def mute_present(self) -> None:
         """Log nothing for the present pauses."""
@@ -376,7 +379,7 @@ class PauseWarnings:
         except RollbusError:
             # The log line is useful without the time. A user may also lack the permission to read the history.
             return None
-        return max((time for time in times if time is not None), default=None)
+        return max(filter(None, times), default=None)
 
 
 class ModelNames:

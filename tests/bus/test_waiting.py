@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from rollbus.bus.client.config import BOUNDS_S, DurationsByModel
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected, publish
 from rollbus.bus.nats.server import Server
+from rollbus.bus.protocol.fleet.presence import FleetSnapshot
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, NoWorkers, RequestTimeout
 from rollbus.schemas.messages import encode_json
@@ -183,6 +186,17 @@ def test_the_number_of_counted_models_is_bounded(monkeypatch: pytest.MonkeyPatch
 
     assert {model: sum(each.counts) for model, each in found.items()} == {"b": 1, "c": 1}
     assert sum(waits.copy()["b"].counts) == 2
+
+
+def test_the_number_of_models_with_earlier_pauses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that pauses under one name of its model after another makes the client remember only the last ones."""
+    monkeypatch.setattr(watching, "MAX_MODELS", 2)
+    watcher: Any = SimpleNamespace()
+    pauses = watching.PauseWarnings(watcher, watcher, watcher)
+    for model in "abcd":
+        watcher.snapshot = FleetSnapshot((presence(model=model, state=WorkerState.PAUSED),))
+        pauses.update_paused()
+    assert sorted(pauses.paused_s()) == ["b", "c", "d"]
 
 
 async def test_each_attempt_with_an_offer_counts_its_wait_once(nats_url: str, fleet: str) -> None:
