@@ -78,8 +78,7 @@ class IndexedHeaders(Headers):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the first value of a header, or `default`."""
-        found = self._values.get(key.lower())
-        return default if found is None else found[0]
+        return self._values.get(key.lower(), (default,))[0]
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and key.lower() in self._values
@@ -338,8 +337,11 @@ class ResponseSender:
             lines += b"x-request-id: ", self._request_id().encode(), b"\r\n"
         if self._is_chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
-        lines += (b"\r\n",) if cycle.keep_alive else (b"connection: close\r\n\r\n",)
+        # A client that asked whether to send its body leaves it out now, and this connection would read what follows as
+        # that body.
+        cycle.keep_alive &= not (cycle.waiting_for_100_continue and cycle.more_body)
         cycle.waiting_for_100_continue = False
+        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         self._head = b"".join(lines)
 
     async def _end(self) -> None:

@@ -102,7 +102,8 @@ NEW_STREAM = OLD_STREAM.replace(b"1.0\r\n", b"1.1\r\nConnection: close, Upgrade\
 async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) -> None:
     """Other bytes get 400, and a head or a trailer without an end its end. An answer to HTTP/1.0 has no chunks.
 
-    A token in a trailer gives no access, because a proxy does not check trailers.
+    A token in a trailer gives no access, because a proxy does not check trailers. If a client that asked whether to send
+    its body gets an answer instead, the connection is closed: its next request would be read as the body.
     """
     sent = {
         "no HTTP": b"\x00\x01\r\n\r\n",
@@ -113,6 +114,7 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
         "HTTP/1.0 stream": OLD_STREAM,
         "HTTP/2 offered": NEW_STREAM,
         "CONNECT": b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        "no body yet": post_head(PATH, 99)[:-2] + b"Expect: 100-continue\r\n\r\n",
         "HTTP/0.9": b"GET /health\r\n\r\n",
         "HTTP/0.9 with a host": HEALTH.replace(b"1.1", b"0.9") + b"\r\n",
         "no host": b"GET /health HTTP/1.1\r\n\r\n",
@@ -130,6 +132,7 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
     assert b" 200 " not in found["long head"]
     assert (b"connection: close" in found["HTTP/1.0"], b"chunked" in found["HTTP/1.0"]) == (True, False)
     assert b" 401 " in found["trailer"].splitlines()[0]
+    assert b"connection: close" in found["no body yet"]
     assert b" 200 " not in found["long trailer"]
     head, _, events = found["HTTP/1.0 stream"].partition(b"\r\n\r\n")
     assert (b"connection: close" in head, b"chunked" in head) == (True, False)
