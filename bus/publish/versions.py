@@ -97,11 +97,11 @@ class VersionStore:
 
     async def close(self) -> None:
         """Discard publications that are not committed, release the lease, and disconnect. Safe to repeat."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
-            self._renewing = None
         try:
+            if self._renewing is not None:
+                self._renewing.cancel()
+                await asyncio.wait([self._renewing])
+                self._renewing = None
             async with asyncio.timeout(CLOSE_S):
                 for publication in tuple(self.publications):
                     await publication.discard()

@@ -131,7 +131,6 @@ async def test_a_command_for_one_worker_affects_no_other_worker(nats_url: str, f
 
         assert set(ledger.applied) == {"a"}
         assert control["b"].heard == []
-        assert state is not None
         assert set(effective(state, "a")) == {"pause"}
         assert effective(state, "b") == {}
         await control.rb.fleet.resume()

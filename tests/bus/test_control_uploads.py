@@ -123,7 +123,6 @@ async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: s
             assert "was restored" in str(await second)
 
         state = await control.store.read("m")
-        assert state is not None
         assert [objects.partition("-")[0] for objects in _names_in(state)] == ["1"]
         assert await _uploads(control, fleet) == {"m/weights/1"}
 

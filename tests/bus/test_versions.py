@@ -226,6 +226,18 @@ async def test_a_cancelled_publication_leaves_nothing(nats_url: str) -> None:
             assert await parts_in(nats, bucket) == 2 * len(store.record.links)
 
 
+async def test_a_cancelled_close_leaves_nothing_open(nats_url: str) -> None:
+    """A close that is cancelled while the renewal of the lease ends still disconnects."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
+        before, store = await count_tasks(), fresh_store(nats_url, fleet)
+        await store.open()
+        async with asyncio.TaskGroup() as tasks:
+            closing = tasks.create_task(store.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+        assert await count_tasks() == before
+
+
 async def test_a_full_bucket_is_an_error_and_the_next_version_works(nats_url: str) -> None:
     """The error of a full bucket states used, required and allowed bytes.
 

@@ -102,8 +102,8 @@ NEW_STREAM = OLD_STREAM.replace(b"1.0\r\n", b"1.1\r\nConnection: close, Upgrade\
 async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) -> None:
     """Other bytes get 400, and a head or a trailer without an end its end. An answer to HTTP/1.0 has no chunks.
 
-    A token in a trailer gives no access, because a proxy does not check trailers. If a client that asked whether to send
-    its body gets an answer instead, the connection is closed: its next request would be read as the body.
+    A token in a trailer gives no access, because a proxy does not check trailers. If a client asks whether to send its
+    body and gets an answer instead, the connection is closed: its next request would be read as the body.
     """
     sent = {
         "no HTTP": b"\x00\x01\r\n\r\n",
@@ -252,17 +252,15 @@ async def test_a_client_that_does_not_read_is_cut_off(serve: Serve, stream: bool
     settings = Settings(max_in_flight=1, client_timeout_s=1.0)
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 50_000 if stream else 1, "ignore_eos": True}}
     few = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
-    async with serve(settings, config=LARGE) as http:
-        assert http.engine is not None
-        async with posted(http, PATH, {**body, "stream": stream}) as reader:
-            assert b"200" in await reader.readline()
-            busy = await http.client.post(PATH, json=few)
-            labels = {"method": "POST", "route": PATH, "model": "synthetic"}
-            await becomes(http, "rollbus_http_requests_total", 1, **labels, status="408")
-            await until_idle(http.engine, http.rb)
-            assert (await http.client.post(PATH, json=few)).status_code == 200
-            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-                await reader.readexactly(len(PROMPT) * 512)
+    async with serve(settings, config=LARGE) as http, posted(http, PATH, {**body, "stream": stream}) as reader:
+        assert b"200" in await reader.readline()
+        busy = await http.client.post(PATH, json=few)
+        labels = {"method": "POST", "route": PATH, "model": "synthetic"}
+        await becomes(http, "rollbus_http_requests_total", 1, **labels, status="408")
+        await until_idle(http.engine, http.rb)
+        assert (await http.client.post(PATH, json=few)).status_code == 200
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await reader.readexactly(len(PROMPT) * 512)
     assert busy.status_code == 429
 
 
@@ -311,7 +309,6 @@ async def test_a_stream_that_is_not_read_holds_few_bytes(serve: Serve, monkeypat
             posted(http, PATH, {"token_ids": [1], "stream": True, "sampling_params": sampling}),
         ):
             engine = http.engine
-            assert engine is not None
             await until_true(lambda: is_waiting and is_idle(engine))
             snapshot = tracemalloc.take_snapshot()
     finally:

@@ -48,7 +48,6 @@ async def test_a_chat_gives_the_same_result_streamed_or_not(talk: Talk) -> None:
                 assert choice.token_ids == generation.token_ids.tolist()
                 assert [token_id for delta in deltas[1:] for token_id in delta.token_ids] == choice.token_ids
                 entries = choice.logprobs.content
-                assert entries is not None
                 assert [entry for delta in deltas[1:] for entry in delta.logprobs.content] == entries
                 assert [entry.logprob for entry in entries] == generation.logprobs.tolist()
                 data = b"".join(bytes(entry.bytes or []) for entry in entries)
