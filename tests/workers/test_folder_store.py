@@ -194,6 +194,7 @@ async def test_an_old_folder_that_another_process_deletes_meanwhile_is_not_reuse
     for digest in "ab":
         (await build(folders, digest)).release()
     partial, listed = await folders.open("c", ignore), folders._own_by_last_use
+    assert isinstance(partial, PartialFolder)
     monkeypatch.setattr(folders, "_own_by_last_use", lambda: (listed(), store(tmp_path).delete("a"))[0])
     assert [*partial.reuse("folder").iterdir()] == []
     assert not folders.lock_file("a").exists()
