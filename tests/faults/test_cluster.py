@@ -146,6 +146,7 @@ async def test_requests_complete_after_two_of_three_servers_return(fleet: str, m
             for server in cluster.servers[1:]:
                 await server.kill()
             await until_true(lambda: state_of(workers[0]) is WorkerState.UPDATING)
+            await until_true(lambda: not workers[0].presence().in_flight)
             num_results = len(results)
             monkeypatch.setattr(jetstream, "ELECTION_S", 0.0)
             with pytest.raises(RollbusError, match="no leader now"):
