@@ -433,7 +433,11 @@ class Controller:
         if not is_own_read:
             self.check_allowed(command, roster)
         everyone = [worker for workers in roster.values() for worker in workers]
-        command = _decodable(command, everyone if command.register is None else await self._readers(roster))
+        readers = everyone
+        if command.register is not None:
+            # Each worker of these models reads the desired state, whoever the command names.
+            readers = [worker for worker in await self._watcher.known_workers() if worker.model in roster]
+        command = _decodable(command, readers)
         tracker = AckTracker(command.command, command.id, everyone, time.monotonic(), quorum)
         for worker in everyone:
             if lost and worker.worker in lost:
@@ -454,10 +458,6 @@ class Controller:
         if isinstance(command, CancelWeightUpdate):
             result = result.of_cancel()
         return CommandOutcome(result, recordings, tracker.lost)
-
-    async def _readers(self, roster: Roster) -> list[WorkerPresence]:
-        """Return all workers of these models, because each reads the desired state, whoever a command names."""
-        return [worker for worker in await self._watcher.known_workers() if worker.model in roster]
 
     async def conclude(self, outcome: CommandOutcome) -> CommandResult:
         """Return the command result if it is complete. Undo the recording for each model whose workers all failed.

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ...schemas.acks import Ack, AckStatus
+from ...schemas.acks import AckStatus
 from ...schemas.control import Restart, State
 from ...schemas.errors import InvalidRequest, NoWorkers
 from ...schemas.presence import WorkerPresence, WorkerState
@@ -103,10 +103,8 @@ async def _restart(
         if is_back(before, now):
             return result
         if time.monotonic() >= deadline:
-            return replace(result, applied={}, late={name: _late(result.applied[name], now, start_timeout_s)})
+            ack = result.applied[name]
+            state = "absent" if now is None or now.incarnation == ack.incarnation else str(now.state)
+            ack = replace(ack, status=AckStatus.PROGRESS, stage=f"not back after {start_timeout_s:g} s: {state}")
+            return replace(result, applied={}, late={name: ack})
         await asyncio.sleep(LOOK_EVERY_S)
-
-
-def _late(ack: Ack, now: WorkerPresence | None, limit_s: float) -> Ack:
-    state = "absent" if now is None or now.incarnation == ack.incarnation else str(now.state)
-    return replace(ack, status=AckStatus.PROGRESS, stage=f"not back after {limit_s:g} s: {state}")

@@ -232,8 +232,10 @@ async def until_opened(key: ChainKey, version: int, timeout_s: float) -> tuple[C
     ends_at = time.monotonic() + timeout_s
     while True:
         record = (await key.read()).record
-        if record.opened is not None and _is_open(record.opened, record, version):
-            return record, record.opened
+        opened = record.opened
+        wanted = version, None, record.epoch
+        if opened and record.holder and (opened.version, opened.adapter, opened.epoch) == wanted:
+            return record, opened
         if time.monotonic() >= ends_at:
             raise ControlError(
                 ControlCode.TIMEOUT, f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
@@ -274,9 +276,3 @@ def _has_been_silent() -> str:
 
 def _sign(prefix: str, rank: int) -> str:
     return f"{prefix}/alive/{rank}"
-
-
-def _is_open(opened: OpenedVersion, record: ChainRecord, version: int) -> bool:
-    """Return True if rank 0 waits for lists of this version."""
-    is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, None, record.epoch)
-    return is_wanted and record.holder is not None

@@ -13,13 +13,7 @@ from typing import Any
 import rollbus.bus.subjects
 from rollbus.bus.protocol.attempt.machine import OPEN, OUT, REQUEST, RequestEvent, RequestState
 from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
-from rollbus.bus.protocol.states import (
-    SPEAKING,
-    WORKER,
-    WORKER_REQUEST,
-    StateMachine,
-    WorkerRequestState,
-)
+from rollbus.bus.protocol.states import SPEAKING, WORKER, WORKER_REQUEST, StateMachine, WorkerRequestState
 from rollbus.schemas.presence import ClientState, WorkerState
 from tests.schemas.wire_tables import bullets, docstrings
 

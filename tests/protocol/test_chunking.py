@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus.bus.protocol.stream.buffers import KEPT_BYTES, RowBuffer
-from rollbus.bus.protocol.stream.chunk_writer import (
-    CHUNK_OVERHEAD_BYTES,
-    ChunkWriter,
-    chunk_bytes,
-)
+from rollbus.bus.protocol.stream.chunk_writer import CHUNK_OVERHEAD_BYTES, ChunkWriter, chunk_bytes
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.response_stream import ChunkVerifier, ResponseStream
 from rollbus.schemas.chunk import Chunk, ChunkError, FinishReason

@@ -208,9 +208,9 @@ class Fetcher:
                 if error.code is not ControlCode.BAD_SOURCE:
                     raise
                 problems.append(error.message)
-                logger.warning(
-                    "version.build_failed objects=%s way=%s error=%s", newest.own.objects, _describe_plan(plan), error
-                )
+                begin = f"base {plan.base}" if plan.anchor is None else f"anchor {plan.anchor.objects}"
+                way = f"{begin} and {len(plan.deltas)} deltas"
+                logger.warning("version.build_failed objects=%s way=%s error=%s", newest.own.objects, way, error)
         shown = "; ".join(dict.fromkeys(problems)) if len(problems) <= _MAX_PROBLEMS else problems[-1]
         nothing = f"objects:{newest.own.objects} has no anchor, and no chain that begins with a folder on this machine"
         raise bad_source(shown or nothing)
@@ -477,11 +477,6 @@ def _make_room(partial: PartialFolder, fetched: int, newest: Manifest, *, is_wri
         written = _count_bytes(newest)
         partial.reuse(_BUILT)
     partial.make_room(fetched + written)
-
-
-def _describe_plan(plan: FetchPlan) -> str:
-    begin = f"base {plan.base}" if plan.anchor is None else f"anchor {plan.anchor.objects}"
-    return f"{begin} and {len(plan.deltas)} deltas"
 
 
 @contextlib.asynccontextmanager

@@ -47,7 +47,9 @@ def prepare_files(manifest: Manifest, folder: Path) -> None:
     files = list(layouts(manifest.tensors))
     _delete_others(folder, files)
     for file in files:
-        _write_header(folder / file.name, file)
+        with open_file(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600) as fd:
+            os.ftruncate(fd, file.size)
+            _write(fd, np.frombuffer(file.header, np.uint8), 0)
 
 
 def build_jobs(
@@ -164,13 +166,6 @@ def _read_change(change: Change) -> Encoded:
     data = np.empty(delta.num_bytes, np.uint8)
     _read(change.file, delta.offset, data)
     return Encoded(delta.encoding, delta.num_changed, delta.body_bytes, data.tobytes())
-
-
-def _write_header(path: Path, file: FileLayout) -> None:
-    """Write the header of a file and set its size. Existing contents stay."""
-    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600) as fd:
-        os.ftruncate(fd, file.size)
-        _write(fd, np.frombuffer(file.header, np.uint8), 0)
 
 
 def _check_header(path: Path, file: FileLayout) -> None:

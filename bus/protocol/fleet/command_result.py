@@ -14,11 +14,7 @@ from msgspec.structs import replace
 
 from ....schemas.acks import Ack, AckError, AckStatus
 from ....schemas.checks import list_names
-from ....schemas.control import (
-    AnyCommand,
-    FinishWeightUpdate,
-    UpdateWeights,
-)
+from ....schemas.control import AnyCommand, FinishWeightUpdate, UpdateWeights
 from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..html import as_html

@@ -20,13 +20,7 @@ from ....schemas.errors import ErrorCode
 from ....schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from ....schemas.messages import RequestKey
 from ....schemas.request import wire_id
-from ....schemas.telemetry import (
-    RequestKind,
-    RequestProgress,
-    RequestTimeline,
-    TimelineEvent,
-    TimelineEventName,
-)
+from ....schemas.telemetry import RequestKind, RequestProgress, RequestTimeline, TimelineEvent, TimelineEventName
 from ..attempt.machine import PASSED_ON
 from ..fleet.command_result import CommandResult
 

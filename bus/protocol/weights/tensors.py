@@ -146,7 +146,7 @@ def encode_delta(old: npt.NDArray[np.uint8] | None, new: npt.NDArray[np.uint8], 
     sparse = None if old is None else _encode_sparse(_view(old, item_bytes), _view(new, item_bytes), item_bytes)
     if sparse is not None:
         return sparse
-    planes = _split_planes(new, item_bytes).reshape(item_bytes, -1)
+    planes = np.ascontiguousarray(new.reshape(-1, item_bytes).T)
     return Encoded("dense", 0, len(new), _compress([[plane] for plane in planes], DENSE))
 
 
@@ -328,10 +328,6 @@ def _apply_steps(
         num_done += len(positions)
     if num_done != len(steps) or (len(stream) and stream[-1] == GO_ON) or (len(steps) and not len(stream)):
         raise DeltaError(f"the gaps do not match the {len(steps)} changed elements")
-
-
-def _split_planes(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(content.reshape(-1, item_bytes).T).reshape(-1)
 
 
 def _join_planes(planes: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:

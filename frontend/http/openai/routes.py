@@ -18,13 +18,7 @@ from ..answers import AnswerChoice
 from ..body import decode_body, read_body
 from ..calls import StreamEnd, json_response
 from ..errors import invalid
-from ..requests import (
-    RequestTarget,
-    build_request,
-    check_length,
-    find_target,
-    named_errors,
-)
+from ..requests import RequestTarget, build_request, check_length, find_target, named_errors
 from ..sampling import SamplingFields
 from ..service import HttpRoute, RouteTable, Service
 from ..tokens import prompt_list
