@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ...schemas.errors import bad_source, storage_failure
+from ...schemas.errors import ControlError, bad_source, storage_failure
 from ..auth.credentials import BadSignature
 from ..logs import RejectionCount
 from ..nats.connection import Connection
@@ -33,7 +33,7 @@ from .layout import (
 )
 
 logger = logging.getLogger(__name__)
-_rejected = RejectionCount()
+_rejected, _invalid = RejectionCount(), RejectionCount()
 
 NO_LIMIT: Final = 2**62
 """Limit of a bucket that shares the server's storage."""
@@ -81,7 +81,7 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> str
 
 
 async def list_objects(
-    nats: Connection, bucket: str, prefix: str = "", *, is_signed: bool = False
+    nats: Connection, bucket: str, prefix: str = "", *, is_signed: bool = False, is_lenient: bool = False
 ) -> tuple[ObjectInfo, ...]:
     """Return the descriptions of the objects below `prefix`, by name. An empty prefix means the whole bucket.
 
@@ -89,6 +89,7 @@ async def list_objects(
 
     Args:
         is_signed: omit unsigned objects if signatures are required.
+        is_lenient: omit invalid descriptions, and log them.
 
     Raises:
         ControlError: `bad_source`: more than `MAX_FILES` objects, or an invalid description; `storage`.
@@ -102,7 +103,9 @@ async def list_objects(
         names = [name for name in found if name is not None and name.startswith(start)]
         if len(names) > MAX_FILES:
             raise bad_source(f"objects:{bucket}/{prefix} has {len(names)} objects; at most {MAX_FILES}")
-        objects = [await find_object(nats, bucket, name, is_signed=is_signed) for name in sorted(names)]
+        objects = [
+            await find_object(nats, bucket, name, is_signed=is_signed, is_lenient=is_lenient) for name in sorted(names)
+        ]
     return tuple(one.info for one in objects if one is not None and one.info is not None)
 
 
@@ -123,12 +126,14 @@ async def list_prefix(nats: Connection, objects: str, *, is_signed: bool) -> tup
 async def delete_prefix(nats: Connection, objects: str) -> int:
     """Delete all objects of a folder `<bucket>/<prefix>` without a marker. Return their number.
 
+    Objects with an invalid description are of other programs, and stay.
+
     Raises:
         ControlError: `bad_source`, `storage`, as in `list_objects`.
         BusBroken: JetStream does not answer; some objects may be deleted.
     """
     bucket, prefix = split_objects(objects)
-    infos = await list_objects(nats, bucket, prefix)
+    infos = await list_objects(nats, bucket, prefix, is_lenient=True)
     await delete_objects(nats, bucket, infos)
     return len(infos)
 
@@ -205,10 +210,14 @@ class FoundObject(NamedTuple):
     stored_at: datetime
     """Time of storage by the server's clock."""
     info: ObjectInfo | None
-    """Description of the object; None: the object is deleted, or lacks a required signature."""
+    """Description of the object; None: the object is deleted, or lacks a required signature or a valid description."""
+    invalid: bytes = b""
+    """The content of an invalid description."""
 
 
-async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bool) -> FoundObject | None:
+async def find_object(
+    nats: Connection, bucket: str, name: str, *, is_signed: bool, is_lenient: bool = False
+) -> FoundObject | None:
     """Read the description of one object; None: there is no such object.
 
     Args:
@@ -216,10 +225,11 @@ async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bo
         bucket: bucket of the object.
         name: name of the object.
         is_signed: as in `list_objects`.
+        is_lenient: return and log an invalid description, which other programs may have stored.
 
     Raises:
         ApiError: the server rejects the request.
-        ControlError: `bad_source`: the content is not a description, or describes another object.
+        ControlError: `bad_source`: the description is invalid, or that of another object.
     """
     subject = info_subject(bucket, name)
     answer = await find(nats, f"STREAM.MSG.GET.{stream_of(bucket)}", {"last_by_subj": subject}, absent={NO_MESSAGE})
@@ -230,9 +240,16 @@ async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bo
     data = base64.b64decode(message.get("data", ""))
     if is_signed and not _is_signed(nats, bucket, name, data, headers_of(message)):
         return FoundObject(message["seq"], stored_at, None)
-    info = decode_info(data)
-    if (info.name, info.bucket) != (name, bucket):
-        raise bad_source(f"objects:{bucket}/{name} describes itself as {info.bucket}/{info.name}"[:1000])
+    try:
+        info = decode_info(data)
+        if (info.name, info.bucket) != (name, bucket):
+            raise bad_source(f"objects:{bucket}/{name} describes itself as {info.bucket}/{info.name}"[:1000])
+    except ControlError as error:
+        if not is_lenient:
+            raise
+        if so_far := _invalid.add():
+            logger.warning("objects.skipped bucket=%s object=%s so_far=%s error=%s", bucket, name, so_far, error)
+        return FoundObject(message["seq"], stored_at, None, data)
     return FoundObject(message["seq"], stored_at, None if info.deleted else info)
 
 

@@ -6,7 +6,6 @@ The ids of a publication's object parts contain the tag of its folder, which sho
 import logging
 import re
 import uuid
-from collections.abc import Set
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from ..nats.library import NUID
 from ..nats.server import Server
 from ..protocol.weights.chain import YOUNG_S, folder_of, is_weights, kept, needed_bytes
 from ..subjects import Subjects, encode_token, published_bucket, upload_bucket
-from .catalog import bucket_state, delete_prefix, find_object, list_objects, list_subjects
+from .catalog import FoundObject, bucket_state, delete_prefix, find_object, list_objects, list_subjects
 from .layout import info_subjects, name_of, parts_subject, stream_of
 from .reader import open_reader
 from .writer import put_folder
@@ -76,11 +75,9 @@ class Cleaning:
         self._tags |= self.open_tags
         one_of: dict[str, str] = {}
         for subject in await list_subjects(self.nats, self.bucket, info_subjects(self.bucket)):
-            name = name_of(subject)
-            found = None if name is None else folder_of(name)
-            if name is None:
+            if (name := name_of(subject)) is None:
                 continue
-            if found is None:
+            if (found := folder_of(name)) is None:
                 self._others.append(name)
             else:
                 folder, tag = found
@@ -88,7 +85,7 @@ class Cleaning:
                 if tag not in self.open_tags:  # the lists of its ranks would show a wrong age
                     one_of[folder] = name
         for folder, name in one_of.items():
-            described = await find_object(self.nats, self.bucket, name, is_signed=False)
+            described = await self._find(name)
             if described is not None:
                 self._ages[f"{self.bucket}/{folder}"] = (self.now - described.stored_at).total_seconds()
 
@@ -115,8 +112,8 @@ class Cleaning:
     async def delete_folders(self, kept_folders: AbstractSet[str]) -> None:
         """Delete all folders that are not kept."""
         for objects in sorted(self._ages.keys() - kept_folders):
-            await delete_prefix(self.nats, objects)
-            logger.info("versions.deleted objects=%s", objects)
+            if await delete_prefix(self.nats, objects):
+                logger.info("versions.deleted objects=%s", objects)
 
     async def delete_parts(self, *, tagged_young_s: float | None = None) -> int:
         """Delete object parts that no object names, left by killed uploads. Return the number of their objects.
@@ -130,26 +127,28 @@ class Cleaning:
         nuids = {subject.removeprefix(prefix) for subject in await list_subjects(self.nats, self.bucket, f"{prefix}>")}
         unnamed = {nuid for nuid in nuids if part_tag(nuid) not in self._tags}
         if any(part_tag(nuid) is None for nuid in unnamed):
-            unnamed -= await self._parts_of_others()
+            unnamed -= await self._parts_of_others(unnamed)
         deleted = 0
         for nuid in sorted(unnamed):
             young_s = self.young_s if part_tag(nuid) is None else tagged_young_s
-            if await self._is_old(parts_subject(self.bucket, nuid), young_s):
-                body = {"filter": parts_subject(self.bucket, nuid)}
-                await ask(self.nats, f"STREAM.PURGE.{stream_of(self.bucket)}", body)
+            if await self._is_old(subject := f"{prefix}{nuid}", young_s):
+                await ask(self.nats, f"STREAM.PURGE.{stream_of(self.bucket)}", {"filter": subject})
                 deleted += 1
         if deleted:
             logger.info("versions.leftovers_deleted bucket=%s objects=%s", self.bucket, deleted)
         return deleted
 
-    async def _parts_of_others(self) -> set[str]:
-        """Return the ids of object parts that objects of other uploads name."""
+    async def _parts_of_others(self, nuids: AbstractSet[str]) -> set[str]:
+        """Return which of these ids of object parts objects of other uploads name, also in an invalid description."""
         named = set()
         for name in self._others:
-            found = await find_object(self.nats, self.bucket, name, is_signed=False)
-            if found is not None and found.info is not None:
-                named.add(found.info.nuid)
+            if (found := await self._find(name)) is not None:
+                own = found.info.nuid.encode() if found.info is not None else found.invalid
+                named |= {nuid for nuid in nuids if nuid.encode() in own}
         return named
+
+    async def _find(self, name: str) -> FoundObject | None:
+        return await find_object(self.nats, self.bucket, name, is_signed=False, is_lenient=True)
 
     async def _is_old(self, subject: str, young_s: float) -> bool:
         """Return True if the last object part is older than `young_s`. An upload in progress has a younger one."""
@@ -211,7 +210,7 @@ class Uploads:
         except RollbusError as exc:
             logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
 
-    async def sweep(self, model: str, keep: Set[str]) -> None:
+    async def sweep(self, model: str, keep: AbstractSet[str]) -> None:
         """Delete what killed controllers left in the bucket: old uploads of the model, and unnamed object parts.
 
         An upload is old if nobody has recorded it for `ABANDONED_S`. Failures are logged.
@@ -233,7 +232,7 @@ class Uploads:
         except (RollbusError, ApiError, ValueError, TypeError) as exc:
             logger.warning("upload.sweep_failed bucket=%s error=%s", bucket, exc)
 
-    async def prune(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
+    async def prune(self, model: str, command: UpdateWeights | LoadLora, keep: AbstractSet[str]) -> None:
         """Delete older uploads than the source of `command`, for the same model or adapter, except for `keep`.
 
         An upload is deleted only if it was stored earlier and has an older version. Another controller may be about to
@@ -245,13 +244,14 @@ class Uploads:
                 stored = await _list_own(nats, bucket, model, home)
                 own = stored.get(command.source.objects or "")
                 for folder, at in sorted(stored.items()):
-                    is_older = own is not None and at < own and _version_of(folder) < command.version
+                    version = int(folder.rpartition("/")[2].partition("-")[0])  # the name is `<version>-<random>`
+                    is_older = own is not None and at < own and version < command.version
                     if is_older and folder not in keep:
                         await delete_prefix(nats, folder)
         except (RollbusError, ValueError, TypeError) as exc:
             logger.warning("upload.prune_failed bucket=%s home=%s error=%s", bucket, f"{home}/", exc)
 
-    async def delete_source(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
+    async def delete_source(self, model: str, command: UpdateWeights | LoadLora, keep: AbstractSet[str]) -> None:
         """Delete older uploads and the source of `command`, if it was uploaded here, except for `keep`."""
         objects = command.source.objects or ""
         if objects.startswith(f"{self._bucket(model)}/{_home(model, command)}/"):
@@ -290,13 +290,8 @@ async def _list_own(nats: Connection, bucket: str, model: str, prefix: str) -> d
         ValueError, TypeError: an object has no valid time.
     """
     home, youngest = f"{encode_token(model)}/", dict[str, datetime]()
-    for info in await list_objects(nats, bucket, prefix):
+    for info in await list_objects(nats, bucket, prefix, is_lenient=True):
         if (own := OWN_UPLOAD.match(info.name.removeprefix(home))) is not None:
             folder, stored = f"{bucket}/{home}{own[0]}", datetime.fromisoformat(info.mtime)
             youngest[folder] = max(stored, youngest.get(folder, stored))
     return youngest
-
-
-def _version_of(folder: str) -> int:
-    """Return the version of an upload, whose folder is named `<version>-<random>`."""
-    return int(folder.rpartition("/")[2].partition("-")[0])

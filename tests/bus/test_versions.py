@@ -5,11 +5,13 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from rollbus.bus.nats.jetstream import ApiError, put
-from rollbus.bus.objects.catalog import delete_prefix, list_objects
+from rollbus.bus.objects.catalog import delete_prefix, list_objects, list_subjects
+from rollbus.bus.objects.layout import ObjectInfo, ObjectOptions, info_subject, info_subjects
 from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.objects.uploads import Cleaning
 from rollbus.bus.objects.writer import put_folder
@@ -311,24 +313,35 @@ async def test_cleaning_keeps_only_the_versions_and_adapters_that_are_needed(nat
 
 
 async def test_cleaning_deletes_old_chunks_that_no_object_names(nats_url: str, tmp_path: Path) -> None:
-    """Cleaning deletes old chunks that no object names. Chunks of other uploads stay while an object names them."""
+    """Cleaning deletes old chunks that no object names. Chunks of other uploads stay while an object names them.
+
+    It skips objects of other programs that it cannot read.
+    """
     async with store_with_bucket(nats_url) as (nats, bucket, store):
         await put_folder(nats, bucket, "m/weights/1-abcdefgh", write_folder(tmp_path, a=10))
         await put_folder(nats, bucket, "m/weights/2-abcdefgh", write_folder(tmp_path, a=10))
+        old = (await publish(store, 0)).partition("/")[2]
         await publish(store, 1)
         under_way = store.begin(2)
         await under_way.put("a.safetensors", [b"x"])
         await store.note_recorded("b/versions/0")
-        for nuid in ("rb" + "0" * 30, "X" * 22):
+        for nuid in ("rb" + "0" * 30, "X" * 22, "Y" * 22):
             await put(nats, f"$O.{bucket}.C.{nuid}", b"of a killed upload")
+        link = ObjectInfo(
+            name="link", bucket=bucket, nuid="Z", options=ObjectOptions(link={"bucket": "b", "name": "n"})
+        )
+        junk = {"link": msgspec.json.encode(link), "named": b'{"nuid": "YYYYYYYYYYYYYYYYYYYYYY", "size": "x"}'}
+        for name, data in {**junk, "versions/9-1-aaaaaaaa/x": b"{", f"{old}/x": b"{"}.items():
+            await put(nats, info_subject(bucket, name), data)
         for _ in range(2):
             await store.clean(set())
-            assert await parts_in(nats, bucket) == 7
+            assert await parts_in(nats, bucket) == 10
         await store.clean(set(), young_s=0.0)
-        assert await parts_in(nats, bucket) == 5
+        assert await parts_in(nats, bucket) == 6
+        assert len(await list_subjects(nats, bucket, info_subjects(bucket))) == 3 + 2 + 4
         await under_way.commit(manifest_of(store, under_way, b"x"))
         assert await delete_prefix(nats, f"{bucket}/m") == 2
-        assert await parts_in(nats, bucket) == 4
+        assert await parts_in(nats, bucket) == 5
 
 
 async def test_after_an_undecodable_chain_record_the_next_lease_starts_a_chain(nats_url: str) -> None:
