@@ -30,15 +30,7 @@ from ..objects.catalog import delete_prefix, find_object
 from ..objects.layout import MAX_FILES, ObjectInfo, check_path, split_objects
 from ..objects.reader import open_reader
 from ..objects.uploads import new_part_id, part_tag
-from ..objects.writer import (
-    Pieces,
-    Sender,
-    delete_stored,
-    each_piece,
-    open_sender,
-    put_pieces,
-    store_folder,
-)
+from ..objects.writer import Pieces, Sender, delete_stored, each_piece, open_sender, put_pieces, store_folder
 from ..protocol.weights import chain
 from .chain_store import ChainKey, as_info, as_rank_object, find_failure, sending_signs, silence_of, store_failure
 
@@ -264,7 +256,11 @@ class Publication:
                     raise self._withdraw(ControlCode.TIMEOUT, silence)
                 return
         async with open_reader(self._key.nats, f"{self._bucket}/{folder}") as reader:
-            given = decode_rank_list(await reader.read(LIST, MAX_MANIFEST_BYTES))
+            data = await reader.read(LIST, MAX_MANIFEST_BYTES)
+        try:
+            given = decode_rank_list(data)
+        except RollbusError as error:
+            raise _bad_list(rank, str(error)) from error
         names = {info.name for info in self._infos}
         for given_object in given.objects:
             check_path(given_object.name, f"an object of rank {rank}")

@@ -244,12 +244,13 @@ async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
         ({"version": 8}, "it is of version 8, epoch 1, rank 1"),
         ({"epoch": 2}, "it is of version 7, epoch 2, rank 1"),
         ({"rank": 2}, "it is of version 7, epoch 1, rank 2"),
+        ({"rank": "1"}, "the list of rank 1 is rejected: the list of a rank does not decode"),
     ],
 )
 async def test_a_list_of_another_version_epoch_or_rank_is_refused(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], said: str
 ) -> None:
-    """Rank 0 rejects a list of another version, epoch or rank, and nothing is published."""
+    """Rank 0 rejects a damaged list and one of another version, epoch or rank, and nothing is published."""
     monkeypatch.setattr(module, "RankList", lambda **fields: RankList(**(fields | change)))
     async with announced(nats_url, 2) as (nats, bucket, stores, publication):
         await take_part(stores[1], 1, 7)
