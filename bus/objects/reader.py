@@ -14,18 +14,12 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Final, ParamSpec, TypeVar
 
 import msgspec
 
-from ...schemas.errors import (
-    BusBroken,
-    BusClosed,
-    LocalProtocolError,
-    bad_source,
-    storage_failure,
-)
+from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, bad_source, storage_failure
 from ..nats.connection import Connection, connected, publish, subscribe
 from ..nats.jetstream import API, ApiError
 from ..nats.library import Msg
@@ -348,6 +342,10 @@ class FolderReader:
         self.digest: Final = folder_digest(objects, infos)
         for path in self.names:
             check_path(path, f"a file of objects:{objects}")
+            for above in map(str, PurePosixPath(path).parents):
+                if above in self.names:
+                    where = f"objects:{objects} has {path[:200]!r} below the file {above[:200]!r}"
+                    raise bad_source(f"{where}; allowed: a relative path below no other file")
         self._nats = nats
         self._disk = disk
         self._rate = rate
@@ -385,7 +383,7 @@ class FolderReader:
         """
         info = self._info(name)
         expected = decode_digest(info)
-        with _disk_errors(info, into):
+        try:
             if await self.run(is_whole, into, info.size, expected, lambda: on_bytes(0)):
                 return
             file = NewFile(into)
@@ -398,6 +396,9 @@ class FolderReader:
             finally:
                 # A cancelled call that the thread had not begun would leave the file open.
                 await call_to_end(file.close, executor=self._disk)
+        except OSError as error:
+            where = f"{into}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+            raise storage_failure(f"{shown(info)} cannot be written to {where}") from error
         _check_digest(info, file.digest, expected)
 
     async def bucket_state(self) -> BucketState:
@@ -468,15 +469,6 @@ def _nats_errors(failing: str) -> Iterator[None]:
         yield
     except (ApiError, BusBroken, BusClosed) as error:
         raise storage_failure(f"{failing}: {error}") from error
-
-
-@contextlib.contextmanager
-def _disk_errors(info: ObjectInfo, into: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise storage_failure(f"{shown(info)} cannot be written to {into}: {error.strerror or error}{where}") from error
 
 
 def _check_digest(info: ObjectInfo, sha: "hashlib._Hash", expected: bytes) -> None:
