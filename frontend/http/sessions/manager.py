@@ -151,8 +151,9 @@ class Sessions:
         key = f"{prefix}.{'key' if turn.retry_key else secrets.token_hex(8)}"
         held = await self.store.read_claim(name, f"{prefix}.*") if is_retry else None
         claim = Claim(key=key if held is None else held[0].key, service=self._service, until=now + CLAIM_S)
-        # A retry of a turn that runs here has its answer, and does not come here.
-        if held is None or now > held[0].until or held[0].service == self._service:
+        # A retry of a turn that runs here has its answer, and does not come here. The clock of another service may be
+        # fast, so its `until` may be far ahead, but it stores its claim again long before `CLAIM_S`.
+        if held is None or now > held[0].until or held[2] > CLAIM_S or held[0].service == self._service:
             sequence = await self.store.write_claim(name, claim, 0 if held is None else held[1])
             turn.claim = None if sequence is None else (claim, sequence)
         if turn.claim is None:
@@ -167,8 +168,8 @@ class Sessions:
         if sequence is None:
             # The last write may be that of this service, if it got no answer, or of a retry, if the turn has ended.
             held = await self.store.read_claim(name, claim.key)
-            is_own = held is not None and held[0].service == self._service and not turn.has_ended
-            sequence = held[1] if held is not None and is_own else None
+            if held is not None and held[0].service == self._service and not turn.has_ended:
+                sequence = held[1]
         turn.claim = None if sequence is None else (claim, sequence)
         if turn.claim is None:
             logger.warning("session.claim_lost session=%s", name)

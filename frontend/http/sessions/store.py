@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -229,21 +230,25 @@ class SessionStore:
             found.append(part[0])
         return b"".join(found)
 
-    async def read_claim(self, session: str, key: str) -> tuple[Claim, int] | None:
-        """Return a claim with its sequence number; None: there is none. A key may end with a wildcard.
+    async def read_claim(self, session: str, key: str) -> tuple[Claim, int, float] | None:
+        """Return a claim with its sequence number and its age in seconds, by the server's clock; None: there is none.
+
+        A key may end with a wildcard.
 
         What another version of the service wrote may lack fields, or be unreadable: it then delays no retry. Of equal
         turns, only one is closed as complete.
         """
         found = await self._get(f"{session}.{key}")
-        if found is None:
+        info = await self._find("INFO", {}, "the time cannot be read") if found else None
+        if not found or not info:
             return None
-        data, sequence, subject = found
+        data, sequence, subject, stored_at = found
+        age_s = (datetime.fromisoformat(info["ts"]) - datetime.fromisoformat(stored_at)).total_seconds()
         try:
             claim = decode_document(data, Claim, "the claim")
         except RemoteProtocolError:
             claim = Claim()
-        return replace(claim, key=subject.removeprefix(f"{self._subjects}.{session}.")), sequence
+        return replace(claim, key=subject.removeprefix(f"{self._subjects}.{session}.")), sequence, age_s
 
     async def write_claim(self, session: str, claim: Claim, sequence: int) -> int | None:
         """Store a claim. Return its sequence number; None: another write of its key was first.
@@ -293,14 +298,14 @@ class SessionStore:
         none = {NO_STREAM, absent}
         return await self._thread.run(find(self._nats, asked, body, absent=none, failing=failing, timeout_s=timeout_s))
 
-    async def _get(self, key: str) -> tuple[bytes, int, str] | None:
-        """Return the last message of a key with its sequence number and its subject; None: there is none."""
+    async def _get(self, key: str) -> tuple[bytes, int, str, str] | None:
+        """Return the last message of a key with its sequence number, subject and time; None: there is none."""
         question: JsonObject = {"last_by_subj": f"{self._subjects}.{key}"}
         answer = await self._find("MSG.GET", question, "the session cannot be read", NO_MESSAGE, TRY_S)
         if answer is None:
             return None
         message = answer["message"]
-        return base64.b64decode(message.get("data", "")), message["seq"], message["subject"]
+        return base64.b64decode(message.get("data", "")), message["seq"], message["subject"], message["time"]
 
     async def _put(self, key: str, data: bytes, sequence: int | None) -> int | None:
         """Store a message. Return its sequence number; None: another write of this key was first.
