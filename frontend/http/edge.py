@@ -182,6 +182,8 @@ class Connection(HttpToolsProtocol):
             raise HttpParserError(NOT_HTTP)
         # uvicorn's layer for proxies does nothing for other requests.
         self.app = self._proxied if b"x-forwarded-for" in names or b"x-forwarded-proto" in names else self._proxied.app
+        # A client of HTTP/1.0 would take 100 for its answer.
+        self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()
         self.scope["state"].update(connection=self, cycle=self.cycle)
 

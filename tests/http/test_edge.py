@@ -96,14 +96,16 @@ TOKEN_IN_TRAILER = (
 
 STREAM = json.dumps({**BODY, "stream": True}).encode()
 OLD_STREAM = post_head(PATH, len(STREAM)).replace(b"1.1\r\n", b"1.0\r\nAuthorization: Bearer data\r\n") + STREAM
+EXPECT = b"Expect: 100-continue\r\n\r\n"
 NEW_STREAM = OLD_STREAM.replace(b"1.0\r\n", b"1.1\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n")
 
 
 async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) -> None:
     """Other bytes get 400, and a head or a trailer without an end its end. An answer to HTTP/1.0 has no chunks.
 
-    A token in a trailer gives no access, because a proxy does not check trailers. If a client asks whether to send its
-    body and gets an answer instead, the connection is closed: its next request would be read as the body.
+    No 100 precedes it. A token in a trailer gives no access, because a proxy does not check trailers. If a client asks
+    whether to send its body and gets an answer instead, the connection is closed: its next request would be
+    read as the body.
     """
     sent = {
         "no HTTP": b"\x00\x01\r\n\r\n",
@@ -114,7 +116,7 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
         "HTTP/1.0 stream": OLD_STREAM,
         "HTTP/2 offered": NEW_STREAM,
         "CONNECT": b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-        "no body yet": post_head(PATH, 99)[:-2] + b"Expect: 100-continue\r\n\r\n",
+        "no body yet": post_head(PATH, 99)[:-2] + EXPECT,
         "HTTP/0.9": b"GET /health\r\n\r\n",
         "HTTP/0.9 with a host": HEALTH.replace(b"1.1", b"0.9") + b"\r\n",
         "no host": b"GET /health HTTP/1.1\r\n\r\n",
@@ -128,15 +130,20 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
         for name, data in sent.items():
             async with connected(http.url, data) as (reader, _):
                 found[name] = (await rest_of(reader)).lower()
+        async with connected(http.url, OLD_STREAM[: -len(STREAM) - 2] + EXPECT) as (reader, writer):
+            await http.client.get("/health")  # the server has read the head
+            writer.write(STREAM)
+            found["HTTP/1.0, 100"] = (await rest_of(reader)).lower()
     assert found["no HTTP"].startswith(b"http/1.1 400 ")
     assert b" 200 " not in found["long head"]
     assert (b"connection: close" in found["HTTP/1.0"], b"chunked" in found["HTTP/1.0"]) == (True, False)
     assert b" 401 " in found["trailer"].splitlines()[0]
     assert b"connection: close" in found["no body yet"]
     assert b" 200 " not in found["long trailer"]
-    head, _, events = found["HTTP/1.0 stream"].partition(b"\r\n\r\n")
-    assert (b"connection: close" in head, b"chunked" in head) == (True, False)
-    assert (events[:6], events[-14:]) == (b"data: ", b"data: [done]\n\n")
+    for name in ("HTTP/1.0 stream", "HTTP/1.0, 100"):
+        head, _, events = found[name].partition(b"\r\n\r\n")
+        assert (b"connection: close" in head, b"chunked" in head) == (True, False), name
+        assert (events[:6], events[-14:]) == (b"data: ", b"data: [done]\n\n")
     assert b"data: [done]" in found["HTTP/2 offered"]
     for name in ("CONNECT", "HTTP/0.9", "HTTP/0.9 with a host", "no host", "two hosts", "two hosts, HTTP/1.0"):
         assert found[name].startswith(b"http/1.1 400 "), name
