@@ -10,6 +10,7 @@ from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
+from rollbus.bus.subjects import published_bucket
 from rollbus.frontend.cli.doctor.machine import Finding, Status
 from rollbus.frontend.cli.doctor.server import examine_bus
 from tests.cli.support import run_rollbus
@@ -48,7 +49,7 @@ async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
     async with nats_cluster() as cluster:
         urls = ",".join(cluster.urls)
         server = Server(urls, replicas=1)
-        await provision(server, "f", [MODEL])
+        await provision(server, "f", [MODEL], upload_bytes=1 << 20)
         await streams_without_share(server)
         async with synthetic_worker(urls, "f", worker_id="w0"):
             yield cluster, urls
@@ -87,7 +88,8 @@ async def test_doctor_and_status_report_what_a_cluster_lacks() -> None:
         found = await findings(urls)
         few = about(found, "replicas", Status.WARN)
         assert "fewer than 3 in a cluster of 3 servers" in few
-        assert f"queue of {MODEL}: 1" in few
+        for stream in (f"queue of {MODEL}", "sessions", f"published weights in {published_bucket('f', MODEL)}"):
+            assert f"{stream}: 1" in few
         assert "nats stream edit NAME --replicas 3" in few
         assert f"make-queue {MODEL} --max-per-client 1024" in about(found, f"queue of {MODEL}", Status.WARN)
 

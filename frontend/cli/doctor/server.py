@@ -5,6 +5,7 @@ Only admins can check streams: leaders, current replicas and limits for each cli
 
 import argparse
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -12,7 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ....bus.auth.credentials import CLIENT_ROLES, Credentials, Role, Tls, User, load_credentials
+from ....bus.auth.credentials import CLIENT_ROLES, Credentials, Role, Tls, load_credentials
 from ....bus.auth.permissions import permissions
 from ....bus.auth.users import is_private
 from ....bus.client.presence import PresenceWatcher
@@ -24,7 +25,7 @@ from ....bus.nats.server import Server
 from ....bus.objects.layout import stream_of
 from ....bus.protocol.weights.chain import needed_for_chain
 from ....bus.publish.chain_store import ChainKey, read_chain
-from ....bus.subjects import BUCKET, Subjects, upload_bucket
+from ....bus.subjects import BUCKET, Subjects, session_bucket, upload_bucket
 from ....schemas.errors import BusBroken, ControlError, PermissionDenied
 from ..console import gib, print_json, size
 from ..exits import ExitCode
@@ -54,11 +55,12 @@ async def examine_published(nats: Connection, fleet: str, models: Iterable[str])
 
 
 NO_LEADER_ADVICE: Final = "start the servers with its replicas; requests wait until more than half of the replicas run"
+PUBLISHED: Final = re.compile("-[0-9a-f]{16}$")
+"""Hash of the model at the end of a bucket of published weights."""
 
 
 async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
     """Check each stream of the fleet."""
-    subjects = Subjects(fleet)
     try:
         streams, missing = await list_streams(nats)
     except Unanswered:  # the check of JetStream reports this
@@ -67,9 +69,9 @@ async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding
         advice = "use an admin's credentials, or run `rollbus auth init` again"
         yield fail("streams", f"cannot be listed: {error}", advice)
         return
-    own = [stream for stream in streams if is_of_fleet(stream.name, subjects)]
+    own = [stream for stream in streams if is_of_fleet(stream.name, fleet)]
     for name in missing:
-        if is_of_fleet(name, subjects):
+        if is_of_fleet(name, fleet):
             found = f"has no leader: {await describe_reachable(nats)}"
             yield fail(describe_stream(name, {}), found, NO_LEADER_ADVICE)
     for stream in own:
@@ -87,12 +89,11 @@ async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding
         yield ok("streams", f"{len(own)} have a leader: {shown}")
 
 
-def is_of_fleet(stream: str, subjects: Subjects) -> bool:
+def is_of_fleet(stream: str, fleet: str) -> bool:
     """Return True if rollbus created the stream of this name for the fleet, or for all fleets."""
-    return stream.startswith(f"rb~{subjects.fleet}~") or stream in {
-        f"KV_{BUCKET}",
-        stream_of(upload_bucket(subjects.fleet)),
-    }
+    uploads = stream_of(upload_bucket(fleet))
+    own = {uploads, f"KV_{BUCKET}", f"KV_{session_bucket(fleet)}"}
+    return stream in own or stream.startswith(f"rb~{fleet}~") or PUBLISHED.sub("", stream) == uploads
 
 
 def describe_stream(name: str, config: dict[str, Any]) -> str:
@@ -104,8 +105,10 @@ def describe_stream(name: str, config: dict[str, Any]) -> str:
     model = (config.get("metadata") or {}).get("model", name)
     if name == f"KV_{BUCKET}":
         return "desired states"
+    if name.startswith("KV_"):
+        return "sessions"
     if name.startswith("OBJ_"):
-        return "objects"
+        return f"published weights in {name.removeprefix('OBJ_')}" if PUBLISHED.search(name) else "objects"
     return f"queue of {model}" + (" (resumed requests)" if name.endswith("~resume") else "")
 
 
@@ -268,7 +271,8 @@ async def _permissions(nats: Connection, fleet: str, credentials: Credentials | 
         advice = "fine on one machine; otherwise `rollbus auth init`, or `rollbus up --secure`"
         yield warn("permissions", f"no credentials: any program that reaches this server {found}", advice)
         return
-    expected = [what for what, subject in deeds.items() if _is_allowed(credentials.user, subject)]
+    allowed = permissions(credentials.user).publish
+    expected = [what for what, subject in deeds.items() if any(_covers(pattern, subject) for pattern in allowed)]
     if may == expected:
         yield ok("permissions", f"{credentials.user} {found}")
     else:
@@ -288,10 +292,6 @@ async def _may_publish(nats: Connection, subject: str) -> bool:
     except PermissionDenied:
         return False
     return True
-
-
-def _is_allowed(user: User, subject: str) -> bool:
-    return any(_covers(pattern, subject) for pattern in permissions(user).publish)
 
 
 def _covers(pattern: str, subject: str) -> bool:
