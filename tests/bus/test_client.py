@@ -11,13 +11,7 @@ import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.chunk import Chunk
-from rollbus.schemas.errors import (
-    BusClosed,
-    ErrorCode,
-    NoWorkers,
-    RequestFailed,
-    RequestRejected,
-)
+from rollbus.schemas.errors import BusClosed, ErrorCode, NoWorkers, RequestFailed, RequestRejected
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

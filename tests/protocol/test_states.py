@@ -17,6 +17,7 @@ from rollbus.bus.nats.transport import (
     parse_headers,
 )
 from rollbus.bus.protocol.attempt.machine import REQUEST, RequestEvent, RequestState
+from rollbus.bus.protocol.groups import GROUP, GroupEvent, GroupState
 from rollbus.bus.protocol.states import (
     WORKER,
     WORKER_REQUEST,
@@ -33,6 +34,7 @@ AnyMachine = StateMachine[enum.StrEnum, enum.StrEnum]
 TABLES = [
     pytest.param(REQUEST, set(RequestState), set(RequestEvent), id="request"),
     pytest.param(WORKER_REQUEST, set(WorkerRequestState), set(WorkerRequestEvent), id="held"),
+    pytest.param(GROUP, set(GroupState), set(GroupEvent), id="group"),
     pytest.param(WORKER, set(WorkerState) - {WorkerState.UNKNOWN}, set(WorkerEvent), id="worker"),
 ]
 each_table = pytest.mark.parametrize(("machine", "states", "events"), TABLES)
