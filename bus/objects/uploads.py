@@ -140,7 +140,7 @@ class Cleaning:
 
     async def _parts_of_others(self, nuids: AbstractSet[str]) -> set[str]:
         """Return which of these ids of object parts objects of other uploads name, also in an invalid description."""
-        named = set()
+        named = set[str]()
         for name in self._others:
             if (found := await self._find(name)) is not None:
                 own = found.info.nuid.encode() if found.info is not None else found.invalid
