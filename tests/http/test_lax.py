@@ -330,7 +330,8 @@ async def test_without_detokenization_no_tokenizer_is_needed(
 async def test_a_service_that_always_returns_tokens(serve: Serve, tmp_path: Path) -> None:
     """With `returns_tokens`, each response has token ids and logprobs, without a field in the request."""
     settings = Settings(returns_tokens=True, tokenizer=save(make_byte_level(), tmp_path))
-    config = SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=64)
+    # No token ends an answer before its length.
+    config = SyntheticConfig(vocab_size=264, eos_token_id=264, max_model_len=64)
     async with serve(settings, config=config) as http:
         found = {path: (await http.client.post(path, json=body)).json() for path, body in BODIES.items()}
     for path, answer in found.items():
