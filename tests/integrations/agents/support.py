@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 import rollbus
 from rollbus.frontend.http import Settings
@@ -215,10 +216,11 @@ async def forced(noted: NotedWorkers, monkeypatch: pytest.MonkeyPatch, folder: P
             await served.before_turn()
         return await prepare_answer(service, request, body, *more)
 
-    def force(*given: Any, sampling: Mapping[str, Any], **more: Any) -> rollbus.GenerateRequest:
+    def force(*given: Any, sampling: Any, **more: Any) -> rollbus.GenerateRequest:
+        fields = sampling if isinstance(sampling, Mapping) else asdict(sampling)
         grammar = f"root ::= {json.dumps(WANTED.get())}"
-        extra = {**(sampling.get("extra") or {}), "structured_outputs": {"grammar": grammar}}
-        fields = {**sampling, "extra": extra, "logit_bias": _biases(noted.checkpoint)}
+        extra = {**(fields.get("extra") or {}), "structured_outputs": {"grammar": grammar}}
+        fields = {**fields, "extra": extra, "logit_bias": _biases(noted.checkpoint)}
         request: rollbus.GenerateRequest = build_request(*given, sampling=fields, **more)
         served.texts[request.request_id] = WANTED.get()
         return request
