@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from itertools import pairwise
+from pathlib import Path
 from typing import BinaryIO, Final, ParamSpec, TypeVar
 
 import msgspec
@@ -342,10 +343,11 @@ class FolderReader:
         self.digest: Final = folder_digest(objects, infos)
         for path in self.names:
             check_path(path, f"a file of objects:{objects}")
-            for above in map(str, PurePosixPath(path).parents):
-                if above in self.names:
-                    where = f"objects:{objects} has {path[:200]!r} below the file {above[:200]!r}"
-                    raise bad_source(f"{where}; allowed: a relative path below no other file")
+        # In this order, the first path below a file follows the file.
+        for above, path in pairwise(sorted(f"{path}/" for path in self.names)):
+            if path.startswith(above):
+                where = f"has {path[:-1][:200]!r} below the file {above[:-1][:200]!r}"
+                raise bad_source(f"objects:{objects} {where}; allowed: a relative path below no other file")
         self._nats = nats
         self._disk = disk
         self._rate = rate
