@@ -191,6 +191,10 @@ class PresenceWatcher:
             return None
         return frozenset(name.removeprefix(WORKER_CONNECTION) for name in names)
 
+    def live_incarnations(self) -> frozenset[tuple[str, str]]:
+        """Return worker and incarnation of all live workers that have not fenced themselves."""
+        return self.table.incarnations()
+
     async def wait_for_acked(self, acks: Collection[Ack], timeout_s: float) -> None:
         """Wait until presence shows what these acks of recorded commands say, for at most `timeout_s` seconds."""
         await self.wait_until(lambda: all(shows_ack(self.table.get(ack.worker), ack) for ack in acks), timeout_s)

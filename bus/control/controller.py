@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar, cast
@@ -258,6 +258,9 @@ class Watch(Protocol):
     async def ping_workers(self) -> tuple[WorkerPresence, ...]:
         """Return the same after a ping of all workers."""
 
+    def live_incarnations(self) -> frozenset[tuple[str, str]]:
+        """Return worker and incarnation of all live workers that have not fenced themselves."""
+
     async def wait_for_acked(self, acks: Collection[Ack], timeout_s: float) -> None:
         """Wait until presence shows what these acks of recorded commands say, for at most `timeout_s` seconds."""
 
@@ -420,13 +423,13 @@ class Controller:
         on_ack: OnAck | None,
         *,
         revise: Revise | None = None,
-        lost: dict[str, str] | None = None,
+        lost: Mapping[str, str] = {},
         quorum: Quorum | None = None,
     ) -> CommandOutcome:
         """Record `command` if it sets a register, publish it, and wait for the acks and for presence that shows them.
 
         Args:
-            lost: workers of `roster` that have ended since it was made, with the reasons.
+            lost: why workers of `roster` have ended since it was made, where that is known.
             quorum: workers to wait for; None: all.
         """
         is_own_read = isinstance(command, READS) and self._role in OWN_READERS
@@ -439,9 +442,12 @@ class Controller:
             readers = [worker for worker in await self._watcher.known_workers() if worker.model in roster]
         command = _decodable(command, readers)
         tracker = AckTracker(command.command, command.id, everyone, time.monotonic(), quorum)
+        live = self._watcher.live_incarnations()
         for worker in everyone:
-            if lost and worker.worker in lost:
-                tracker.mark_lost(LostWorker(worker.worker, worker.incarnation, worker.model, lost[worker.worker]))
+            # A worker may have acked an earlier step and ended before this one: no further news of its end would come.
+            if worker.worker in lost or (worker.worker, worker.incarnation) not in live:
+                reason = lost.get(worker.worker, "it has ended")
+                tracker.mark_lost(LostWorker(worker.worker, worker.incarnation, worker.model, reason))
         with self.collector.expecting(tracker):
             recordings: tuple[Recording, ...] = ()
             messages = [CommandMessage(command, frozenset(worker.worker for worker in everyone), is_own_read)]

@@ -15,6 +15,7 @@ from rollbus.schemas.weights import Canary, WeightSource
 from tests.support.fleet import until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
 from tests.support.requests import incomplete
+from tests.support.waits import until_true
 
 GOOD = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3))
 BAD = Canary(token_ids=(9, 2, 3), logprobs=(-2.1, -0.2, -0.3))
@@ -115,6 +116,22 @@ async def test_a_worker_that_dies_in_the_check_does_not_delay_other_workers(nats
 
         assert (set(ledger.applied), ledger.missing) == ({"a"}, {"b": "it is failed"})
         assert ledger.command == "update_weights"
+        assert await desired_version(control) == 1
+
+
+async def test_a_worker_that_ends_after_its_check_does_not_delay_other_workers(nats_url: str, fleet: str) -> None:
+    """A worker that passes the check and stops before the other workers have passed it is not waited for."""
+    async with controlled(nats_url, fleet, "a", "b") as control, asyncio.TaskGroup() as tasks:
+        control["a"].reply, control["b"].reply = unless(UpdateWeights), unless(CheckWeights)
+        updating = tasks.create_task(incomplete(control.rb.fleet.update_weights("/ckpt", version=1)))
+        check = await control["b"].waiting.get()
+        await control["a"].waiting.get()
+        await control["a"].announce(WorkerState.STOPPED)
+        await until_true(lambda: "a" not in {worker.worker for worker in control.rb.fleet.workers})
+        await control["b"].ack(check, **APPLIED)
+        ledger = (await updating).ledger
+
+        assert (set(ledger.applied), ledger.missing) == ({"b"}, {"a": "it has ended"})
         assert await desired_version(control) == 1
 
 
