@@ -289,13 +289,28 @@ def test_only_processes_that_start_in_the_block_and_its_thread_are_forked(moe: R
         return str(utils.get_mp_context().get_start_method())
 
     elsewhere: list[str] = []
-    with processes.fork_cores():
+    with processes.fork_from_server():
         thread = threading.Thread(target=lambda: elsewhere.append(method()))
         thread.start()
         thread.join()
         inside = method()
 
     assert (inside, elsewhere, method()) == ("forkserver", ["spawn"], "spawn")
+
+
+def test_a_class_of_models_is_inspected_in_a_fork(moe: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the block, vLLM inspects a class in a fork of the preloaded process, and outside in an interpreter."""
+    from vllm.model_executor.models import registry
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: "own")
+    with processes.fork_from_server():
+        assert registry._run_in_subprocess(os.getppid) == forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError):
+            registry._run_in_subprocess(fail)
+    assert registry._run_in_subprocess(os.getppid) == "own"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm.corrections import MAX_COUNTED, rank_without_compiler
+from rollbus.workers.engines.vllm import corrections
+from rollbus.workers.engines.vllm.corrections import MAX_COUNTED, MAX_DRAWN
 from rollbus.workers.engines.vllm.params import to_vllm
 from tests.engine.support import prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
@@ -351,23 +352,51 @@ def test_a_preempted_request_continues_with_the_next_numbers_of_its_seed(
     assert [result.token_ids for result in together[-5:]] == alone(moe, requests[-5:])
 
 
-def test_tokens_of_small_steps_are_ranked_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of a small step equal those of vLLM's function, with ties. A large step goes to that function."""
+def test_tokens_of_small_steps_are_ranked_and_drawn_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks equal those of vLLM, with ties. Draws have the frequencies of the probabilities, by torch's seed.
+
+    A large step goes to vLLM's compiled functions.
+    """
     torch = pytest.importorskip("torch")
     from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
 
     compiled = sampler.batched_count_greater_than
-    is_compiled: list[bool] = []
-    monkeypatch.setattr(sampler, "batched_count_greater_than", lambda _x, _values: is_compiled.append(True))
-    rank_without_compiler(SimpleNamespace(device=torch.device("cpu")))
+    is_compiled: list[str] = []
+    for module, name in ((sampler, "batched_count_greater_than"), (topk_topp_sampler, "compiled_random_sample")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: is_compiled.append(name))
+    monkeypatch.setattr(torch, "initial_seed", lambda: 5)
+    corrections.avoid_compiler()
+    draw = topk_topp_sampler.compiled_random_sample
     logprobs = torch.randn(5, 40).round(decimals=1)
     chosen = logprobs[:, 7:8]
-
-    ranks = sampler.batched_count_greater_than(logprobs, chosen)
+    draws = []
+    for _ in range(2):
+        corrections._generator.cache_clear()
+        draws.append(draw(torch.tensor([[-torch.inf, 1.0, 0.0]]).expand(50_000, 3)))
+    counts = torch.bincount(draws[0], minlength=3) / 50_000
+    corrections._generator.cache_clear()
+    monkeypatch.setattr(np, "random", SimpleNamespace(default_rng=lambda _seed: Zeros()))
 
     expected = compiled._torchdynamo_orig_callable(logprobs, chosen)
+    ranks = sampler.batched_count_greater_than(logprobs, chosen)
     assert torch.equal(ranks, expected)
-    assert ranks.dtype == expected.dtype
+    assert (ranks.dtype, draws[0].dtype) == (expected.dtype, torch.int64)
+    assert torch.equal(*draws)
+    assert counts[0] == 0
+    assert abs(counts[1] - 0.731) < 0.01
+    # One draw of the noise of eight million is 0: it lets no token win that has the probability 0.
+    assert draw(torch.tensor([[-torch.inf, 0.0, -torch.inf]])).tolist() == [1]
     assert not is_compiled
     sampler.batched_count_greater_than(torch.zeros(2, MAX_COUNTED), torch.zeros(2, 1))
-    assert is_compiled == [True]
+    draw(torch.zeros(2, MAX_DRAWN))
+    assert is_compiled == ["batched_count_greater_than", "compiled_random_sample"]
+    corrections._generator.cache_clear()
+
+
+class Zeros:
+    """A generator whose noise is always 0."""
+
+    def standard_exponential(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """Return zeros."""
+        return np.zeros(shape, dtype)

@@ -66,6 +66,8 @@ OTHERS: tuple[Need, ...] = (
     Need("vllm.utils.import_utils:resolve_obj_by_qualname", call="qualname"),
     Need("vllm.utils.ompmultiprocessing:OMPProcessManager", has="cpu_lists", call="config"),
     Need("vllm.v1.engine.utils:get_mp_context", call=""),
+    Need("vllm.model_executor.models.registry:_run_in_subprocess"),
+    Need("vllm.plugins:load_general_plugins", call=""),
     Need("vllm.v1.engine.core"),
     Need("vllm.v1.executor.uniproc_executor"),
     # The engine alone and vLLM's own server, with which `rollbus prove` compares a fleet.
@@ -180,6 +182,7 @@ OTHERS: tuple[Need, ...] = (
     Need("vllm.v1.engine:FINISH_REASON_STRINGS", reads={"": '("stop", "length", "abort", "error", "repetition")'}),
     # The adapter unpacks these by position.
     Need("vllm.v1.sample.sampler:batched_count_greater_than", call="x values"),
+    Need("vllm.v1.sample.ops.topk_topp_sampler:compiled_random_sample", call="logits"),
     Need("vllm.v1.outputs:LogprobsLists", call="logprob_token_ids logprobs sampled_token_ranks"),
     Need("vllm.v1.outputs:LogprobsTensors", call="logprob_token_ids logprobs selected_token_ranks"),
     Need("vllm.exceptions:VLLMValidationError", has="parameter"),

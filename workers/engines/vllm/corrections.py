@@ -19,15 +19,22 @@ FLAT = 2
 """Number of dimensions of a query that the kernel rotates correctly."""
 MAX_COUNTED = 1 << 16
 """Maximum number of logprobs of a step that are compared without compiled code, which is slower for more of them."""
+MAX_DRAWN = 1 << 18
+"""Maximum number of probabilities of a step from which tokens are drawn without compiled code. For more of them,
+compiled code uses all threads."""
+LEAST_NOISE = 1e-9
+"""Smallest exponential draw. One draw of eight million is 0, and a token with the probability 0 must not win by it."""
 Kernel = Callable[[Any, Any, Any], tuple[Any, Any]]
+Step = Callable[..., Any]
 
 
 def install() -> None:
-    """Add the functions to `EngineCore`. Call this in the engine core's process; a repeated call has no effect."""
+    """Correct this process. Call this in the engine core's process before it loads the model, and only once."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, WATCH, watch_kv)
     setattr(EngineCore, OUTDATE, outdate_kv)
+    avoid_compiler()
 
 
 def watch_kv(core: Any) -> None:
@@ -164,25 +171,44 @@ def keep_seeded_draws(model_runner: Any) -> None:
     model_runner.sample_tokens = sample
 
 
-def rank_without_compiler(model_runner: Any) -> None:
-    """Rank the tokens of small steps on a CPU with numpy, which gives the same ranks; no effect on a GPU.
+def avoid_compiler() -> None:
+    """Rank and draw the tokens of small steps on a CPU with numpy, which is faster than compiled code.
 
-    vLLM compiles the comparison of a step's logprobs at the first request and again for other numbers of requests. Each
-    of these steps takes a second or more.
-
-    Raises:
-        AttributeError: this release of vLLM ranks tokens in another way.
+    vLLM compiles two functions: one when an engine starts, which takes two seconds, and ten more without a cache; the
+    other one at the first request and again for other numbers of requests, each a second or more. Ranks are the same.
+    As in vLLM, the engine argument `seed` determines the draws of requests without a seed.
     """
-    if model_runner.device.type != "cpu":
-        return
-    import torch
     from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
 
-    compiled: Any = sampler.batched_count_greater_than
+    for module, name, own, most in (
+        (sampler, "batched_count_greater_than", _count_likelier, MAX_COUNTED),
+        (topk_topp_sampler, "compiled_random_sample", _draw, MAX_DRAWN),
+    ):
+        setattr(module, name, functools.partial(_run_one, own, getattr(module, name), most))
 
-    def count(logprobs: Any, least: Any) -> Any:
-        if logprobs.numel() > MAX_COUNTED:
-            return compiled(logprobs, least)
-        return torch.from_numpy(np.count_nonzero(logprobs.numpy() >= least.numpy(), axis=-1))
 
-    sampler.batched_count_greater_than = count
+def _run_one(own: Step, compiled: Step, most: int, logits: Any, *others: Any) -> Any:
+    return (own if logits.device.type == "cpu" and logits.numel() <= most else compiled)(logits, *others)
+
+
+def _count_likelier(logprobs: Any, least: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(np.count_nonzero(logprobs.numpy() >= least.numpy(), axis=-1))
+
+
+def _draw(logits: Any) -> Any:
+    import torch
+
+    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+    noise = _generator().standard_exponential(probabilities.shape, dtype=np.float32)
+    return probabilities.div_(torch.from_numpy(noise.clip(LEAST_NOISE, out=noise))).argmax(dim=-1)
+
+
+@functools.cache
+def _generator() -> np.random.Generator:
+    import torch
+
+    # vLLM has seeded torch before the first draw.
+    return np.random.default_rng(torch.initial_seed())

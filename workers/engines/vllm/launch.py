@@ -27,7 +27,7 @@ from .extension import extension_name
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_refusal
 from .names import check_names
-from .processes import begin_preload, compute_in_core, fork_cores, kill, own_executor
+from .processes import begin_preload, compute_in_core, fork_from_server, kill, own_executor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -156,14 +156,15 @@ class Launch:
             self._check_not_cancelled()
             # vLLM does not load the plugin itself if `VLLM_PLUGINS` omits it.
             plugin.install()
-            args = engine_arguments(self._model, self._engine_args)
-            config = engine_config(args)
+            self._other_children = frozenset(multiprocessing.active_children())
+            with fork_from_server():
+                args = engine_arguments(self._model, self._engine_args)
+                config = engine_config(args)
             config.scheduler_config.max_num_seqs += OWN_SLOTS
             self._check_not_cancelled()
         cores = compute_in_core(args, config)
         executor = own_executor(Executor.get_class(config), cores)
-        self._other_children = frozenset(multiprocessing.active_children())
-        with fork_cores():
+        with fork_from_server():
             self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
 
     def cancel(self) -> None:

@@ -12,7 +12,8 @@ By default, vLLM spawns an engine core after the worker has imported vLLM. The e
 which is half of the start time of a small model. So on a CPU the engine core is forked from a process that imports vLLM
 in advance, while the worker's process imports it too. On GPUs, vLLM itself forks engine cores if it can. The process is
 the fork server of the standard library (`multiprocessing.forkserver`). Forking it is safe, because it has one thread
-and computes nothing. It ends with the worker's process.
+and computes nothing. It ends with the worker's process. The first engine with a class of models also starts a process
+that inspects the class, which vLLM then keeps in its cache: it is forked too.
 """
 
 import atexit
@@ -25,11 +26,13 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +55,7 @@ READ_ON_IMPORT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAM
 """Environment variables that vLLM sets for its processes (platforms/cpu.py: check_and_update_config). torch reads them
 when it is imported."""
 _forks: ContextVar[bool] = ContextVar("_forks", default=False)
-"""True if engine cores that vLLM starts in this context are forked from the fork server."""
+"""True if processes that vLLM starts in this context are forked from the fork server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +201,24 @@ def begin_preload() -> None:
 
 
 @contextlib.contextmanager
-def fork_cores() -> Iterator[None]:
-    """Fork the engine cores that vLLM starts in this block and thread from the fork server.
+def fork_from_server() -> Iterator[None]:
+    """Fork the engine cores and inspections that vLLM starts in this block and thread from the fork server.
 
-    This has no effect if this release of vLLM selects the start method in another way.
+    This has no effect on what this release of vLLM starts in another way.
     """
+    from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
 
-    choose = getattr(utils, "get_mp_context", None)
-    if choose is None or not _is_for_cpus():
+    if not _is_for_cpus():
         yield
         return
-    if not isinstance(choose, _StartMethod):
-        utils.get_mp_context = _StartMethod(choose)
+    for module, name, forking in (
+        (utils, "get_mp_context", _fork_server),
+        (registry, "_run_in_subprocess", _run_in_fork),
+    ):
+        own = getattr(module, name, None)
+        if own is not None and not isinstance(own, _Replaced):
+            setattr(module, name, _Replaced(own, forking))
     token = _forks.set(True)
     try:
         yield
@@ -218,14 +226,37 @@ def fork_cores() -> Iterator[None]:
         _forks.reset(token)
 
 
-class _StartMethod:
-    """Replaces the function by which vLLM selects how to start engine cores (utils/system_utils.py)."""
+class _Replaced:
+    """Replaces a function by which vLLM starts processes, in the contexts of `fork_from_server`."""
 
-    def __init__(self, choose: Any) -> None:
-        self._choose = choose
+    def __init__(self, own: Callable[..., Any], forking: Callable[..., Any]) -> None:
+        self._own = own
+        self._forking = forking
 
-    def __call__(self) -> Any:
-        return multiprocessing.get_context("forkserver") if _forks.get() else self._choose()
+    def __call__(self, *args: Any) -> Any:
+        return (self._forking if _forks.get() else self._own)(*args)
+
+
+def _fork_server() -> BaseContext:
+    return multiprocessing.get_context("forkserver")
+
+
+def _run_in_fork(function: Callable[[], Any]) -> Any:
+    """Run what vLLM runs in a new interpreter, so that the worker's process initializes no device."""
+    # vLLM's pickler: the function is a lambda.
+    import cloudpickle
+
+    with ProcessPoolExecutor(1, _fork_server()) as forks:
+        return forks.submit(_run_with_plugins, cloudpickle.dumps(function)).result()
+
+
+def _run_with_plugins(pickled: bytes) -> Any:
+    import cloudpickle
+    from vllm.plugins import load_general_plugins
+
+    # They may register models.
+    load_general_plugins()
+    return cloudpickle.loads(pickled)()
 
 
 def _is_for_cpus() -> bool:
