@@ -12,7 +12,7 @@ TRAINERS := verl skyrl nemo gateways agents
 help:
 	@echo "make demo    run the tour: a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    run the whole test suite; ARGS='-k name' passes arguments to pytest"
-	@echo "make test-trainers    test TRL, verifiers, prime-rl's calls and Megatron, unchanged, in a separate environment"
+	@echo "make test-trainers    test TRL, verifiers and Megatron, unchanged, in a separate environment, and long runs of examples"
 	@echo "make test-trainers-all    also $(TRAINERS:%=test-%), each in an environment of its own"
 	@echo "make test-prove       prove sound and faulty models of five families on a real vLLM, in ten minutes"
 	@echo "make test-deploy      run all tests of Ray, and those of the Helm chart with Helm itself, which it installs into .make"
@@ -54,7 +54,7 @@ test-deploy: setup
 	@.ci/venv .venv-trainers .ci/requirements-trainers.lock "msgspec, nats, torch, trl, verifiers" .venv
 
 test-trainers: setup .venv-trainers/ready
-	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=trainers $(BIN)/pytest -n 2 --dist loadfile $(or $(ARGS),tests/integrations/test_*.py)
+	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=trainers $(BIN)/pytest -n 2 --dist loadfile $(or $(ARGS),tests/integrations/test_*.py tests/examples tests/trainer/test_replay_compiled.py)
 	@$(if $(ARGS),:,.ci/unchanged test-trainers --record)
 
 test-trainers-all: test-trainers $(TRAINERS:%=test-%)

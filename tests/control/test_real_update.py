@@ -82,7 +82,7 @@ async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) ->
     """Streams finish with tokens of version 1 and then of version 2. Later results equal those of a fresh engine."""
     old = await fleets.old.have(2)
     # The requests are long enough for the command to start, check the source and pause the engines during them.
-    requests = [greedy(120 + seed, 2000, seed, request_id=f"r{seed}") for seed in (100, 101)]
+    requests = [greedy(120 + seed, 1000, seed, request_id=f"r{seed}") for seed in (100, 101)]
     async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
         before = await answers(rb)
         undisturbed = await answers(rb, requests)

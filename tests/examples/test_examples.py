@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rollbus
 from tests.cli.support import running_up, serves
+from tests.integrations.support import in_trainers_run
 from tests.support.processes import FOLDERS, ROOT, becomes_true
 from tests.support.waits import Shared, patient
 
@@ -92,6 +93,7 @@ def running_place(folder: Path) -> Iterator[Place]:
         yield Place(here, info["nats"], info["http"])
 
 
+@in_trainers_run
 def test_grpo_raises_the_reward(place: Place) -> None:
     """Each step publishes a new version to the fleet, and the mean reward rises."""
     before = place.version()
@@ -117,6 +119,7 @@ def test_grpo_raises_the_reward(place: Place) -> None:
     np.testing.assert_allclose(np.nanmean(record.column("reward")), np.mean(rewards), atol=0.001)
 
 
+@in_trainers_run
 def test_a_coding_agent_learns_in_groups_of_sessions(place: Place) -> None:
     """Each step publishes a version, sampler and trainer agree under the grammar, and the mean reward rises."""
     before = place.version()

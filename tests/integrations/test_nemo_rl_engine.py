@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 from rollbus.integrations.nemo import RollbusGeneration, RollbusWeights
 from rollbus.schemas.errors import InvalidRequest
+from tests.integrations.support import in_trainers_run
 from tests.integrations.test_nemo_rl import CONFIG, Batch, Monitor, batch
 from tests.support.real_fleet import RealWorkers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.routing]
+pytestmark = [pytest.mark.vllm, pytest.mark.routing, in_trainers_run]
 
 TOLERANCE = 1e-3
 """Maximum difference between the log probabilities of vLLM and Hugging Face in float32."""

@@ -22,6 +22,7 @@ from rollbus.integrations.slime.connection import read_settings, shared_client
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.integrations.slime_standin import Source, arguments, dataset, evaluate, install
+from tests.integrations.support import in_trainers_run
 from tests.support.fleet import synthetic_worker, until_state
 from tests.support.real_fleet import RealWorkers
 from tests.support.requests import TOLERANCE
@@ -252,6 +253,7 @@ def check_with_hugging_face(folder: Path, sample: Any, num_tokens: int, *, is_en
 
 @pytest.mark.vllm
 @pytest.mark.routing
+@in_trainers_run
 async def test_a_rollout_survives_a_killed_worker_and_new_weights(
     nats_url: str, old: RealWorkers, tiny_moes: tuple[Path, Path], sample_class: type[Any]
 ) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from rollbus.trainer.errors import ReplayError
 from rollbus.trainer.replay import replay
+from tests.integrations.support import in_trainers_run
 from tests.trainer.models import build, difference, random_rows, run, tokens
 
 pytestmark = [
+    in_trainers_run,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     # torch.compile reads the gradient of a layer's input.
