@@ -24,7 +24,6 @@ TIGHT = {
     "max_num_batched_tokens": 256,
     # With statistics, the engine core reports preemptions.
     "disable_log_stats": False,
-    **OWN_PROCESS,
 }
 LORAS = {
     "dtype": "float32",
@@ -32,7 +31,6 @@ LORAS = {
     "enable_lora": True,
     "max_loras": 2,
     "max_lora_rank": 8,
-    **OWN_PROCESS,
     **SMALL_CACHE,
 }
 RELOADED = {
@@ -44,6 +42,7 @@ RELOADED = {
     "max_num_seqs": 4,
     "weight_transfer_config": {"backend": "from-file"},
     "worker_extension_cls": "tests.engine.transfer_engine.UserExtension",
+    **OWN_PROCESS,
     **SMALL_CACHE,
 }
 PREEMPTED = 3

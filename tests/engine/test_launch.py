@@ -250,10 +250,10 @@ def test_the_model_runs_in_the_configured_process(moe: RunningEngine, reloaded: 
         core = psutil.Process(llm.engine_core.resources.engine_manager.processes[0].pid)
         return core, [child for child in core.children() if "resource_tracker" not in " ".join(child.cmdline())]
 
-    core, others = processes(reloaded)
+    core, others = processes(moe)
     assert others == []
     assert core.cpu_affinity() == psutil.Process().cpu_affinity()
-    assert len(processes(moe)[1]) == 1
+    assert len(processes(reloaded)[1]) == 1
 
 
 # With vLLM for CPUs, engine cores are forked from a process that has imported vLLM. Other engines start as before.
