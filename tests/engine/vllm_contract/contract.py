@@ -83,11 +83,14 @@ OTHERS: tuple[Need, ...] = (
         has="reasoning_parser",
         calls={
             "adjust_request": "request",
-            "extract_reasoning": "model_output request",
             "is_reasoning_end": "input_ids",
             "parse": "model_output request * enable_auto_tools model_output_token_ids",
             "parse_delta": "delta_text delta_token_ids request * prompt_token_ids finished",
         },
+    ),
+    *(
+        Need(where, calls={"extract_reasoning": "model_output request"})
+        for where in ("vllm.parser.abstract_parser:DelegatingParser", "vllm.parser.engine.parser_engine:ParserEngine")
     ),
     # The memory of GPUs, for a worker that is lent.
     Need("vllm.third_party.pynvml"),
@@ -182,7 +185,7 @@ OTHERS: tuple[Need, ...] = (
     Need("vllm.v1.engine:FINISH_REASON_STRINGS", reads={"": '("stop", "length", "abort", "error", "repetition")'}),
     # The adapter unpacks these by position.
     Need("vllm.v1.sample.sampler:batched_count_greater_than", call="x values"),
-    Need("vllm.v1.sample.ops.topk_topp_sampler:compiled_random_sample", call="logits"),
+    Need("vllm.v1.sample.ops.topk_topp_sampler:compiled_random_sample", call="logits", until=(0, 33)),
     Need("vllm.v1.outputs:LogprobsLists", call="logprob_token_ids logprobs sampled_token_ranks"),
     Need("vllm.v1.outputs:LogprobsTensors", call="logprob_token_ids logprobs selected_token_ranks"),
     Need("vllm.exceptions:VLLMValidationError", has="parameter"),

@@ -185,7 +185,9 @@ def avoid_compiler() -> None:
         (sampler, "batched_count_greater_than", _count_likelier, MAX_COUNTED),
         (topk_topp_sampler, "compiled_random_sample", _draw, MAX_DRAWN),
     ):
-        setattr(module, name, functools.partial(_run_one, own, getattr(module, name), most))
+        # 0.33 and later have no function of the second name.
+        if (compiled := getattr(module, name, None)) is not None:
+            setattr(module, name, functools.partial(_run_one, own, compiled, most))
 
 
 def _run_one(own: Step, compiled: Step, most: int, logits: Any, *others: Any) -> Any:
