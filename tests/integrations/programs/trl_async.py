@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 
@@ -76,6 +77,8 @@ def sync_weights():
 transfer.init_weight_transfer()
 sync_weights()
 worker.start()
+# The queue logs a long wait through accelerate.
+PartialState()
 samples = iter(
     RolloutQueueDataset(
         worker.rollout_buffer, lambda: seen["version"], worker.check_health, 120.0, metrics, MAX_STALENESS, 1.0
