@@ -19,9 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rollbus
 from tests.cli.support import running_up, serves
-from tests.integrations.support import in_trainers_run
 from tests.support.processes import FOLDERS, ROOT, becomes_true
-from tests.support.waits import Shared, patient
+from tests.support.waits import Shared, in_trainers_run, patient
 
 pytestmark = pytest.mark.vllm
 

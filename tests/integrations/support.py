@@ -26,10 +26,6 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 
 needs_trainers, PYTHON = needs("trainers"), find_python("trainers")
-in_trainers_run = pytest.mark.skipif(
-    "ROLLBUS_TEST_TRAINERS" not in os.environ, reason="takes a minute: `make test-trainers` runs it"
-)
-"""Leaves a test out of `make test`."""
 
 
 @asynccontextmanager

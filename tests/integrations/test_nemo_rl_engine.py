@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from rollbus.integrations.nemo import RollbusGeneration, RollbusWeights
 from rollbus.schemas.errors import InvalidRequest
-from tests.integrations.support import in_trainers_run
 from tests.integrations.test_nemo_rl import CONFIG, Batch, Monitor, batch
 from tests.support.real_fleet import RealWorkers
+from tests.support.waits import in_trainers_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.routing, in_trainers_run]
 

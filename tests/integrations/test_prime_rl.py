@@ -28,12 +28,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import rollbus
 from tests.http.support import Http, http_before, rows_of
-from tests.integrations.support import in_trainers_run
 from tests.support.checkpoints import make_tiny_lora
 from tests.support.fleet import until_state
 from tests.support.real_fleet import RealWorkers, greedy, prompt
 from tests.support.requests import TOLERANCE
-from tests.support.waits import patient
+from tests.support.waits import in_trainers_run, patient
 
 pytestmark = [pytest.mark.vllm, in_trainers_run]
 

@@ -22,10 +22,10 @@ from rollbus.integrations.slime.connection import read_settings, shared_client
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.integrations.slime_standin import Source, arguments, dataset, evaluate, install
-from tests.integrations.support import in_trainers_run
 from tests.support.fleet import synthetic_worker, until_state
 from tests.support.real_fleet import RealWorkers
 from tests.support.requests import TOLERANCE
+from tests.support.waits import in_trainers_run
 
 PROMPTS = ["one", "two and two", "a longer prompt of several words", "0 1 2 3", "five", "six of them"]
 HERE = "tests.integrations.test_slime"

@@ -151,3 +151,9 @@ def run_on(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
             await scenario
 
     RUNNERS[loop](bounded())
+
+
+in_trainers_run = pytest.mark.skipif(
+    "ROLLBUS_TEST_TRAINERS" not in os.environ, reason="takes a minute: `make test-trainers` runs it"
+)
+"""Leaves a test out of `make test`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollbus.trainer.errors import ReplayError
 from rollbus.trainer.replay import replay
-from tests.integrations.support import in_trainers_run
+from tests.support.waits import in_trainers_run
 from tests.trainer.models import build, difference, random_rows, run, tokens
 
 pytestmark = [
