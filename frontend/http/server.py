@@ -88,7 +88,7 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
                 signalled = error
             finally:
                 watching.cancel()
-                service.live.end()
+                service.live.viewers.end()
                 server.should_exit = True
                 await service.loads.stop()
     if signalled is not None:

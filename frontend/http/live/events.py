@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 
 EventName: TypeAlias = Literal["hello", "day", "fleet", "experts", "ping"]
-HELLO: Final = "hello"
-DAY: Final = "day"
-SNAPSHOT: Final = "fleet"
-EXPERTS: Final = "experts"
 
 
 class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):

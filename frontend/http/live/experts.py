@@ -20,7 +20,7 @@ from ....bus.protocol.telemetry.experts import ExpertAnswers, ExpertShape, Plane
 from ....schemas.checks import list_names
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import RollbusError
-from .events import EXPERTS, encode_event
+from .events import encode_event
 from .viewers import Viewer, contained
 
 PLANES: Final = ("prompt", "generated")
@@ -189,9 +189,9 @@ class _ExpertFeed:
             except RollbusError as error:
                 event = self.failed(str(error))
         self._last = with_last_counts(event, self._versions, self._last)
-        self.latest = await asyncio.to_thread(encode_event, EXPERTS, self._last)
+        self.latest = await asyncio.to_thread(encode_event, "experts", self._last)
         for viewer in self.viewers:
-            viewer.offer(EXPERTS, self.latest)
+            viewer.offer("experts", self.latest)
 
     def failed(self, problem: str) -> ExpertsEvent:
         """Return the event that states why there are no counts."""
@@ -236,7 +236,7 @@ class ExpertFeeds:
             allowed = MAX_FEEDS if is_admin else MAX_FEEDS - KEPT_FOR_ADMINS
             if len(self._feeds) - len(idle) >= allowed:
                 problem = f"the experts of {len(self._feeds) - len(idle)} pairs of a model and a worker are watched"
-                viewer.offer(EXPERTS, encode_event(EXPERTS, feed.failed(f"{problem}; allowed: {allowed}")))
+                viewer.offer("experts", encode_event("experts", feed.failed(f"{problem}; allowed: {allowed}")))
                 yield
                 return
             if len(self._feeds) >= MAX_FEEDS:
@@ -244,7 +244,7 @@ class ExpertFeeds:
         self._feeds[key] = feed
         feed.viewers.add(viewer)
         if feed.latest is not None:
-            viewer.offer(EXPERTS, feed.latest)
+            viewer.offer("experts", feed.latest)
         self._changed.set()
         try:
             yield

@@ -15,9 +15,6 @@ from ....schemas.errors import RollbusError
 from ...follow import Heard, RecordedReader
 from ..calls import PING
 from .events import (
-    DAY,
-    HELLO,
-    SNAPSHOT,
     DaySnapshot,
     FleetDay,
     FleetEvent,
@@ -52,7 +49,7 @@ LINGER_S: Final = 10.0
 
 
 class LiveFleet:
-    """The live view of the fleet. Call `run` while the service serves. Call `end` before the service stops.
+    """The live view of the fleet. Call `run` while the service serves.
 
     Attributes:
         viewers: the viewers of the fleet.
@@ -97,16 +94,16 @@ class LiveFleet:
             history_step_s=STEP_S,
             worker_fields=WorkerRow.__struct_fields__,
         )
-        return encode_event(HELLO, hello)
+        return encode_event("hello", hello)
 
     def day(self) -> bytes:
         """Return the event with the last day."""
-        return encode_event(DAY, self._day.snapshot())
+        return encode_event("day", self._day.snapshot())
 
     def _tell_day(self) -> None:
         if self.viewers and (day := self._day.snapshot()) != self._told_day:
             self._told_day = day
-            self.viewers.offer(DAY, encode_event(DAY, day))
+            self.viewers.offer("day", encode_event("day", day))
 
     async def run(self) -> None:
         """Record the history and send events to the viewers, until cancelled."""
@@ -162,7 +159,7 @@ class LiveFleet:
                 async with asyncio.timeout(READ_WAIT_S):
                     await self._has_read.wait()
             try:
-                self.viewers.offer(SNAPSHOT, encode_event(SNAPSHOT, await self._event()))
+                self.viewers.offer("fleet", encode_event("fleet", await self._event()))
             except RollbusError as error:
                 logger.warning("live.event_failed error=%r", error)
             if begun - pinged_at >= PING_S:
@@ -201,10 +198,6 @@ class LiveFleet:
             if not self.viewers:
                 with contextlib.suppress(RollbusError):
                     await self._watch.unlisten()
-
-    def end(self) -> None:
-        """End all streams immediately."""
-        self.viewers.end()
 
     async def _event(self) -> FleetEvent:
         watch, recorded = self._watch, self._recorded.latest

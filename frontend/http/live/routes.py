@@ -15,7 +15,7 @@ from ..calls import json_response
 from ..control.bodies import read_query
 from ..errors import HttpError, invalid
 from ..service import HttpRoute, RouteTable, Service
-from .events import DAY, HELLO, HistoryAnswer
+from .events import HistoryAnswer
 from .viewers import Viewer, ViewerStream
 
 
@@ -40,8 +40,8 @@ async def events(service: Service, request: Request) -> Response:
         return Response(media_type=ViewerStream.media_type)
     viewer = Viewer()
     is_admin = has_access(request, service.settings.admin_token)
-    viewer.offer(HELLO, service.live.hello(may_act=is_admin))
-    viewer.offer(DAY, service.live.day())
+    viewer.offer("hello", service.live.hello(may_act=is_admin))
+    viewer.offer("day", service.live.day())
     request.state.until_answered.enter_context(service.live.viewers.joined(viewer, is_admin=is_admin))
     if query.experts is not None:
         feed = service.live.experts.joined(viewer, query.experts, query.worker, is_admin=is_admin)
