@@ -34,21 +34,9 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.TIMEOUT: 504,
     ErrorCode.WEIGHTS_TOO_OLD: 503,
     ErrorCode.TOO_STALE: 409,
-    ErrorCode.WORKER_LOST: 502,
-    ErrorCode.WORKER_STOPPED: 502,
-    ErrorCode.FRAMES_LOST: 502,
-    ErrorCode.PROTOCOL_ERROR: 502,
-    ErrorCode.ENGINE_ERROR: 502,
-    ErrorCode.ENGINE_DEAD: 502,
     ErrorCode.CLIENT_CLOSED: 503,
-    ErrorCode.POISON_REQUEST: 502,
-    ErrorCode.WORKER_FENCED: 502,
-    ErrorCode.CLIENT_LOST: 502,
-    ErrorCode.OVER_BUDGET: 502,
-    ErrorCode.PERMISSION_DENIED: 502,
-    ErrorCode.UNKNOWN: 502,
 }
-"""HTTP status of each error code of a token request."""
+"""HTTP status of a token request that failed. All other error codes are 502."""
 ABSOLUTE_PATH: Final = re.compile(r"(?<![\w/.])/(?:[^\s/]+/)+")
 """The directories of an absolute path, which workers' errors have."""
 SESSION_STATUS: Final = {
@@ -123,7 +111,7 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
         message = f"{field} {error.problem}; allowed: {error.allowed}"
         return HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field)
     if isinstance(error, RequestError):
-        status = STATUS[error.code]
+        status = STATUS.get(error.code, 502)
         # The text of a 4xx is about the client's own values.
         message = error.message if status < 500 else without_paths(error.message)
         return HttpError(status, message, code=error.code)
@@ -146,18 +134,26 @@ def invalid(field: str, problem: str, allowed: str) -> HttpError:
     return HttpError(400, f"{field} {problem}; allowed: {allowed}", code=ErrorCode.INVALID_REQUEST, param=field)
 
 
+def no_workers(message: str) -> HttpError:
+    """Return the error for a request that no worker can serve now."""
+    return HttpError(503, message, code=ErrorCode.NO_WORKERS)
+
+
 def unsupported(field: str, reason: str, *, allowed: str = "null") -> HttpError:
     """Return the error for a known field that the service does not support, with the reason."""
     message = f"{field} is not supported: {reason}; allowed: {allowed}"
     return HttpError(400, message, code=ErrorCode.UNSUPPORTED, param=field)
 
 
+def error_json(status: int, message: str, code: str, param: str | None = None) -> dict[str, str | None]:
+    """Return the field `error` of an answer."""
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    return {"message": message, "type": kind, "param": param, "code": code}
+
+
 def error_body(error: HttpError) -> bytes:
     """Return the JSON body of the answer."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return msgspec.json.encode(
-        {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-    )
+    return msgspec.json.encode({"error": error_json(error.status, error.message, error.code, error.param)})
 
 
 def error_response(error: HttpError) -> Response:

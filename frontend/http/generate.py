@@ -167,7 +167,7 @@ def check_supported(body: GenerateBody) -> None:
 
 
 def request_fields(
-    body: GenerateBody, tokenizer: Tokenizer | None, room: int, *, returns_tokens: bool = False
+    body: GenerateBody, tokenizer: Tokenizer | None, room: int, *, returns_tokens: bool
 ) -> tuple[JsonObject, JsonObject]:
     """Return the sampling fields and the other fields of a request, by their names on the bus.
 

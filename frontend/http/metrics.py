@@ -11,12 +11,10 @@ import asyncio
 import logging
 import math
 import time
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any, Final, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
@@ -25,7 +23,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from ... import bus
-from ...bus.client.config import Durations
+from ...bus.client.config import Durations, Histogram
 from ...bus.worker_metrics import VLLM_LABELS, worker_families
 from ...schemas.errors import RollbusError
 from ...schemas.presence import WorkerPresence
@@ -194,30 +192,6 @@ class HttpRequestRecord:
         self.metrics.note_use(self.model)
         self.metrics.requests[self.method, self.route, str(self.status), self.model] += 1
         self.metrics.request_seconds[self.method, self.route].observe(time.perf_counter() - self.begun)
-
-
-class Histogram:
-    """One series of a histogram.
-
-    Args:
-        bounds: upper bounds of the buckets in seconds.
-    """
-
-    __slots__ = ("_bounds", "_counts", "total_s")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.total_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one duration."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self.total_s += seconds
-
-    def cumulative(self) -> list[tuple[float, int]]:
-        """Return (bound, number of durations up to it) pairs, as `Durations` does."""
-        return list(zip((*map(float, self._bounds), math.inf), accumulate(self._counts), strict=True))
 
 
 S = TypeVar("S", float, Histogram)

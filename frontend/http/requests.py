@@ -27,7 +27,7 @@ from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError
 from ...schemas.presence import Capabilities, WorkerPresence
 from ...schemas.request_fields import check_fits, check_sampling
 from .edge import REQUEST_ID_HEADER, given_request_id, while_connected
-from .errors import HttpError, http_error, invalid, without_paths
+from .errors import HttpError, http_error, invalid, no_workers, without_paths
 from .metrics import HttpRequestRecord
 from .service import MIN_LEFT_S, Service
 
@@ -181,11 +181,9 @@ async def _only_model(service: Service) -> str:
     try:
         known = await service.rb.fleet.known_models()
     except BusBroken as exc:
-        raise HttpError(
-            503, f"model is missing, and the fleet's models are unknown: {exc}", code=ErrorCode.NO_WORKERS
-        ) from exc
+        raise no_workers(f"model is missing, and the fleet's models are unknown: {exc}") from exc
     if not known:
-        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
+        raise no_workers("the fleet has no workers")
     if len(known) > 1:
         message = f"model is missing; allowed: {list_names(known)}; the option --default-model sets a default"
         raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param="model")
@@ -200,21 +198,21 @@ async def _not_served(service: Service, model: str) -> tuple[HttpError, Sequence
     fleet, snapshot = service.rb.fleet, runtime_of(service.rb).watcher.snapshot
     others = without_paths(snapshot.describe_others(model))
     if any(worker.model == model for worker in fleet.workers):
-        return HttpError(503, f"model {model!r} is starting{others}", code=ErrorCode.NO_WORKERS), (model,)
+        return no_workers(f"model {model!r} is starting{others}"), (model,)
     try:
         known = await fleet.known_models()
         bases = () if model in known else await fleet.models_with_adapter(model)
     except BusBroken as exc:
-        return HttpError(503, f"no worker serves model {model!r}: {exc}", code=ErrorCode.NO_WORKERS), ()
+        return no_workers(f"no worker serves model {model!r}: {exc}"), ()
     if model in known:
-        return HttpError(503, f"model {model!r} has no workers{others}", code=ErrorCode.NO_WORKERS), (model,)
+        return no_workers(f"model {model!r} has no workers{others}"), (model,)
     if bases:
         live = {worker.model for worker in fleet.workers}.intersection(bases)
         problem = "is not loaded yet" if live else "has no workers"
         message = f"model {model!r}, an adapter of {list_names(bases)}, {problem}"
-        return HttpError(503, message, code=ErrorCode.NO_WORKERS), bases
+        return no_workers(message), bases
     if not known:
-        return HttpError(503, f"the fleet has no workers{others}", code=ErrorCode.NO_WORKERS), ()
+        return no_workers(f"the fleet has no workers{others}"), ()
     message = f"model {describe(model)} is unknown; allowed: {list_names(known)}"
     return HttpError(404, message, code=ErrorCode.UNKNOWN_MODEL, param="model"), ()
 
@@ -307,20 +305,13 @@ def _timeout_s(service: Service, request: Request, from_body: float | None) -> f
     """Return the timeout of a request in seconds.
 
     Raises:
-        HttpError: 400, the timeout in the header is not valid.
+        HttpError: 400, the timeout in the header is not valid. The error names the header.
     """
-    return (_header_timeout(request.headers) or service.settings.timeout_s) if from_body is None else from_body
-
-
-def _header_timeout(headers: Mapping[str, str]) -> float | None:
-    """Return the timeout from the header in seconds; None without the header.
-
-    Raises:
-        HttpError: 400, the value is not valid. The error names the header.
-    """
-    given = headers.get(TIMEOUT_HEADER)
+    if from_body is not None:
+        return from_body
+    given = request.headers.get(TIMEOUT_HEADER)
     if given is None:
-        return None
+        return service.settings.timeout_s
     try:
         seconds = float(given)
     except ValueError:

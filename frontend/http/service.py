@@ -507,7 +507,7 @@ class Service:
                 found.append(described(turn.http_request, turn.request, turn.model, stage))
         return [each for each in found if ids is None or each.request_id in ids]
 
-    async def abort_open(self, model: str | None, ids: Collection[str] | None = None) -> dict[str, str]:
+    async def abort_open(self, model: str | None, ids: Collection[str] | None) -> dict[str, str]:
         """Abort the open requests of this service, even those that wait here or in the queue.
 
         Requests that are prepared now end at once. If their model counts and is unknown yet, they end when it is known.

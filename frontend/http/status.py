@@ -18,7 +18,7 @@ from ...schemas.errors import ErrorCode
 from ...schemas.presence import WorkerPresence, WorkerState
 from .calls import json_response
 from .control.bodies import read_query
-from .errors import HttpError
+from .errors import HttpError, no_workers
 from .service import HttpRoute, RouteTable, Service
 
 
@@ -155,21 +155,6 @@ class ServiceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Number of open token requests at this service, including those that wait."""
 
 
-class ServedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """An address that accepts the commands of vLLM's routes."""
-
-    url: str
-    """URL of this service, by the name that the client uses."""
-    models: tuple[str, ...]
-    """Models of the fleet."""
-    workers: tuple[str, ...]
-    """Ids of the workers of the fleet."""
-    is_healthy: bool
-    """True if a worker accepts requests."""
-    load: int
-    """Number of open token requests at this service."""
-
-
 class InfoQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Format of the settings."""
 
@@ -181,7 +166,7 @@ async def version(service: Service, _request: Request) -> Response:
     """Return the release of the engines, as vLLM does, and the release of rollbus."""
     known = [worker.capabilities for worker in service.rb.fleet.workers if worker.capabilities is not None]
     if not known:
-        raise HttpError(503, "no worker reports the release of its engine", code=ErrorCode.NO_WORKERS)
+        raise no_workers("no worker reports the release of its engine")
     engines = sorted({(each.engine, each.engine_version) for each in known})
     named = tuple(" ".join(each) for each in engines)
     return json_response(Version(version=engines[0][1], engines=named, rollbus=__version__))
@@ -250,13 +235,13 @@ async def workers(service: Service, request: Request) -> Response:
     service passes a command to all of them.
     """
     present = service.rb.fleet.workers
-    own = ServedWorker(
-        url=str(request.base_url).rstrip("/"),
-        models=tuple(sorted({worker.model for worker in present})),
-        workers=tuple(sorted(worker.worker for worker in present)),
-        is_healthy=any(worker.state is WorkerState.SERVING for worker in present),
-        load=service.admission.in_flight,
-    )
+    own = {
+        "url": str(request.base_url).rstrip("/"),
+        "models": sorted({worker.model for worker in present}),
+        "workers": sorted(worker.worker for worker in present),
+        "is_healthy": any(worker.state is WorkerState.SERVING for worker in present),
+        "load": service.admission.in_flight,
+    }
     return json_response({"workers": [own], "total": 1})
 
 

@@ -387,7 +387,7 @@ def lists_json(
     return object_json({name: list_json(map(make, scores.blocks())) for name, make in lists.items()} | others)
 
 
-def prompt_logprobs_json(scores: Scores, text_of: Callable[[int], str] | None = None) -> Iterator[bytes]:
+def prompt_logprobs_json(scores: Scores, text_of: Callable[[int], str] | None) -> Iterator[bytes]:
     """Yield vLLM's list `prompt_logprobs`: null for the first token, then objects by token id.
 
     Args:

@@ -8,7 +8,7 @@ prime-rl treats 404 as a server that does not need the route.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,44 +21,48 @@ from .bodies import read_fields
 from .commands import CommandCall
 
 Command = Callable[[CommandCall[Any]], Awaitable[Response]]
-_COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]] = {
-    "/v1/rl/pause": (commands.pause, bodies.PauseBody, RL),
-    "/v1/rl/resume": (commands.resume, bodies.ResumeBody, RL),
-    "/v1/rl/drain": (commands.drain, bodies.DrainBody, RL),
-    "/v1/rl/lend": (commands.lend, bodies.LendBody, RL),
-    "/v1/rl/return": (commands.return_worker, bodies.ReturnBody, RL),
-    "/v1/rl/flush_cache": (commands.flush_cache, bodies.FlushBody, RL),
-    "/v1/rl/update_weights": (commands.update_weights, bodies.UpdateBody, RL),
-    "/v1/rl/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, RL),
-    "/v1/rl/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, RL),
-    "/v1/rl/cancel_weight_update": (commands.cancel_weight_update, bodies.CancelTransferBody, RL),
-    "/v1/rl/abort": (commands.abort, bodies.AbortBody, RL),
-    "/v1/rl/abort_requests": (commands.abort, bodies.AbortBody, VLLM),
-    "/pause": (commands.pause, bodies.PauseBody, VLLM),
-    "/resume": (commands.resume, bodies.ResumeBody, VLLM),
-    "/abort_requests": (commands.abort, bodies.AbortBody, VLLM),
-    "/sleep": (commands.sleep, bodies.SleepBody, VLLM),
-    "/wake_up": (commands.wake, bodies.WakeBody, VLLM),
-    "/reset_prefix_cache": (commands.flush_cache, bodies.FlushBody, VLLM),
-    "/update_weights": (commands.update_weights, bodies.UpdateBody, VLLM),
-    "/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, LORA_OF_PRIME),
-    "/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, VLLM),
-    "/v1/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, LOAD_LORA_OF_VLLM),
-    "/v1/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, UNLOAD_LORA_OF_VLLM),
-    "/v1/loras": (commands.add_lora, bodies.AddLoraBody, LORA_OF_PRIME),
-    "/init_weight_transfer_engine": (commands.init_weight_transfer, bodies.InitTransferBody, VLLM),
-    "/start_weight_update": (commands.start_weight_update, bodies.StartTransferBody, VLLM),
-    "/finish_weight_update": (commands.finish_weight_update, bodies.FinishTransferBody, VLLM),
-    "/areal_pause_generation": (areal.pause, bodies.SendBody, VLLM),
-    "/areal_continue_generation": (areal.resume, bodies.SendBody, VLLM),
-    "/areal_update_weights": (areal.update_weights, bodies.ArealUpdateBody, VLLM),
+_COMMANDS: Final[dict[str, tuple[Command, ResponseStyle]]] = {
+    "/v1/rl/pause": (commands.pause, RL),
+    "/v1/rl/resume": (commands.resume, RL),
+    "/v1/rl/drain": (commands.drain, RL),
+    "/v1/rl/lend": (commands.lend, RL),
+    "/v1/rl/return": (commands.return_worker, RL),
+    "/v1/rl/flush_cache": (commands.flush_cache, RL),
+    "/v1/rl/update_weights": (commands.update_weights, RL),
+    "/v1/rl/load_lora_adapter": (commands.load_lora, RL),
+    "/v1/rl/unload_lora_adapter": (commands.unload_lora, RL),
+    "/v1/rl/cancel_weight_update": (commands.cancel_weight_update, RL),
+    "/v1/rl/abort": (commands.abort, RL),
+    "/v1/rl/abort_requests": (commands.abort, VLLM),
+    "/pause": (commands.pause, VLLM),
+    "/resume": (commands.resume, VLLM),
+    "/abort_requests": (commands.abort, VLLM),
+    "/sleep": (commands.sleep, VLLM),
+    "/wake_up": (commands.wake, VLLM),
+    "/reset_prefix_cache": (commands.flush_cache, VLLM),
+    "/update_weights": (commands.update_weights, VLLM),
+    "/load_lora_adapter": (commands.load_lora, LORA_OF_PRIME),
+    "/unload_lora_adapter": (commands.unload_lora, VLLM),
+    "/v1/load_lora_adapter": (commands.load_lora, LOAD_LORA_OF_VLLM),
+    "/v1/unload_lora_adapter": (commands.unload_lora, UNLOAD_LORA_OF_VLLM),
+    "/v1/loras": (commands.add_lora, LORA_OF_PRIME),
+    "/init_weight_transfer_engine": (commands.init_weight_transfer, VLLM),
+    "/start_weight_update": (commands.start_weight_update, VLLM),
+    "/finish_weight_update": (commands.finish_weight_update, VLLM),
+    "/areal_pause_generation": (areal.pause, VLLM),
+    "/areal_continue_generation": (areal.resume, VLLM),
+    "/areal_update_weights": (areal.update_weights, VLLM),
 }
-"""By path, all of them `POST`: the function that executes the command, the struct of its fields in the body or query,
-and the style of the answer."""
+"""By path, all of them `POST`: the function that executes the command, and the style of the answer."""
 
 
-def command_route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
-    """Return the route of a command, with its fields in the body or in the query."""
+def command_route(command: Command, style: ResponseStyle) -> HttpRoute:
+    """Return the route of a command, with its fields in the body or in the query.
+
+    Args:
+        command: the type of its `call` states the struct of the fields.
+    """
+    (body,) = get_args(command.__annotations__["call"])
 
     async def handle(service: Service, request: Request) -> Response:
         fields = await read_fields(service, request, body)

@@ -14,6 +14,7 @@ from ....schemas.decoding import JsonObject
 from ....schemas.errors import ControlCode
 from ...command_json import ledger_as_json
 from ..calls import json_response
+from ..errors import error_json
 
 NAMES: Final = {"label": "weight_version", "source": "path"}
 """The routes' names for fields of commands, where the names differ."""
@@ -79,8 +80,7 @@ def is_done_by_the_living(error: bus.CommandIncomplete, living: Set[str]) -> boo
 def ledger_response(error: bus.CommandIncomplete, command: str, style: ResponseStyle = RL) -> Response:
     """Return the answer to a command that not all workers applied."""
     status, code = status_of(error.ledger, command, style)
-    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    why = {"message": str(error), "type": kind, "param": None, "code": code}
+    why = error_json(status, str(error), code)
     body: JsonObject = {**ledger_as_json(error.ledger), "complete": False, "error": why}
     return json_response(body, status)
 

@@ -144,15 +144,18 @@ class CommandCall(Generic[Fields]):
     @property
     def options(self) -> JsonObject:
         """The options of all commands as arguments of `rollbus.Fleet`, without those that the client did not set."""
-        fields = self.fields
-        options = {name: getattr(fields, name) for name in bodies.SendBody.__struct_fields__}
-        own = {**options, "by": self.user, "id": self.id}
+        own = {**self._sent_to, "by": self.user, "id": self.id}
         return {name: value for name, value in own.items() if value is not None}
+
+    @property
+    def _sent_to(self) -> JsonObject:
+        """The fields that all commands have."""
+        return {name: getattr(self.fields, name) for name in bodies.SendBody.__struct_fields__}
 
     def with_fields(self, kind: type[Other], **fields: Any) -> "CommandCall[Other]":
         """Return this call with the fields of another route for the same workers."""
-        same = {name: getattr(self.fields, name) for name in bodies.SendBody.__struct_fields__}
-        return CommandCall(self.service, self.request, kind(**same, **fields), self.style, self.id, self.recorded)
+        own = kind(**self._sent_to, **fields)
+        return CommandCall(self.service, self.request, own, self.style, self.id, self.recorded)
 
     @property
     def recorded_version(self) -> int | None:

@@ -25,11 +25,11 @@ from ....bus.protocol.fleet.desired import effective, served_version, version_la
 from ....schemas.acks import Ack
 from ....schemas.control import AnyCommand, DesiredState, FinishWeightUpdate, LoadLora, Pause, UnloadLora, UpdateWeights
 from ....schemas.decoding import JsonObject
-from ....schemas.errors import ErrorCode, InvalidRequest, RollbusError
+from ....schemas.errors import InvalidRequest, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
 from ...command_json import RequestAnswer, RequestQuery, answer_of, find_timelines, unknown_request, without_prefix
 from ..calls import first_error, json_response
-from ..errors import HttpError, http_error, invalid
+from ..errors import HttpError, http_error, invalid, no_workers
 from ..service import HttpRoute, RouteTable, Service
 from .answers import NAMES, ledger_response
 from .bodies import read_query
@@ -79,7 +79,7 @@ async def fleet_state(service: Service, model: str | None, settle_s: float = 0.0
     """
     state = await service.rb.fleet.state(settle_s=settle_s)
     if not state.workers:
-        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
+        raise no_workers("the fleet has no workers")
     if model is None:
         return state
     workers = tuple(worker for worker in state.workers if worker.model == model)
@@ -225,13 +225,8 @@ async def _is_recorded(service: Service, command: Pause) -> bool:
     except RollbusError:
         # The command itself fails with the same error, unless a worker appears in time.
         return False
-    return all(_epoch_of(state.desired.get(model), command.id) is not None for model in models)
-
-
-def _epoch_of(desired: DesiredState | None, command_id: str) -> int | None:
-    """Return the epoch that recorded a command; None: not recorded, or no longer among the last recorded commands."""
-    seen = () if desired is None else desired.seen
-    return next((each.epoch for each in seen if each.id == command_id), None)
+    recorded = {name for name, desired in state.desired.items() if any(each.id == command.id for each in desired.seen)}
+    return recorded.issuperset(models)
 
 
 async def operation(service: Service, request: Request) -> Response:
@@ -380,7 +375,7 @@ async def _ranks(service: Service, model: str | None, *, include_dp: bool = True
     workers = [worker for worker in (await fleet_state(service, model)).workers if worker.state not in DEAD]
     models = sorted({worker.model for worker in workers})
     if not workers:
-        raise HttpError(503, "the fleet has no live workers", code=ErrorCode.NO_WORKERS)
+        raise no_workers("the fleet has no live workers")
     if len(models) > 1:
         raise invalid("model", "is missing", f"one of {', '.join(models)}")
     found: list[WorkerRanks] = []
@@ -389,7 +384,7 @@ async def _ranks(service: Service, model: str | None, *, include_dp: bool = True
         known = worker.capabilities
         if known is None:
             message = f"worker {worker.worker} is starting: its world size is still unknown"
-            raise HttpError(503, message, code=ErrorCode.NO_WORKERS)
+            raise no_workers(message)
         if known.world_size is None:
             message = f"worker {worker.worker} does not announce its world size: its rollbus release is too old"
             raise HttpError(501, message, code="not_served")

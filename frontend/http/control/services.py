@@ -216,11 +216,9 @@ class Services:
             self._seen.append(told.id)
             # Counted here: many questions may arrive before the first task runs.
             self._num_answering += 1
-            self._tasks.create_task(self._answer(told)).add_done_callback(self._end_answer)
-
-    def _end_answer(self, _: asyncio.Task[None]) -> None:
-        self._num_answering -= 1
+            self._tasks.create_task(self._answer(told))
 
     async def _answer(self, asked: ServiceMessage) -> None:
         with contained("services"):
             await self._say(ServiceMessage(id=asked.id, waiting=tuple(await self._handle(asked))))
+        self._num_answering -= 1

@@ -137,7 +137,7 @@ ROUTES: Final[RouteTable] = {
     ("POST", "/finish_session"): HttpRoute(finish_session, query=SessionQuery),
 }
 ADMIN_ROUTES: Final[RouteTable] = {
-    ("POST", "/fetch_weights"): command_route(fetch_weights, FetchBody, VLLM),
-    ("POST", "/skyrl/v1/load_lora_adapter"): command_route(load_adapter, SkyrlLoraBody, LORA_OF_PRIME),
+    ("POST", "/fetch_weights"): command_route(fetch_weights, VLLM),
+    ("POST", "/skyrl/v1/load_lora_adapter"): command_route(load_adapter, LORA_OF_PRIME),
 }
 """Routes that change the fleet."""

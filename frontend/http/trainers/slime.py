@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ....schemas.limits import NonEmptyName as Name
 from ..control import command_route
 from ..control.answers import VLLM
-from ..control.bodies import Path, PauseBody, ResumeBody, SendBody
+from ..control.bodies import Path, SendBody
 from ..control.commands import CommandCall, pause, resume
 from ..service import RouteTable
 from .vime import reload
@@ -41,9 +41,9 @@ async def flush(call: CommandCall[SendBody]) -> Response:
 
 
 ADMIN_ROUTES: Final[RouteTable] = {
-    ("POST", "/pause_generation"): command_route(pause, PauseBody, VLLM),
-    ("POST", "/continue_generation"): command_route(resume, ResumeBody, VLLM),
-    ("GET", "/flush_cache"): replace(command_route(flush, SendBody, VLLM), body=None),
-    ("POST", "/update_weights_from_disk"): command_route(update_from_disk, DiskBody, VLLM),
+    ("POST", "/pause_generation"): command_route(pause, VLLM),
+    ("POST", "/continue_generation"): command_route(resume, VLLM),
+    ("GET", "/flush_cache"): replace(command_route(flush, VLLM), body=None),
+    ("POST", "/update_weights_from_disk"): command_route(update_from_disk, VLLM),
 }
 """Routes that change the fleet."""

@@ -141,7 +141,7 @@ async def check_version(service: Service, request: Request) -> Response:
 
 ROUTES: Final[RouteTable] = {("POST", "/workers"): HttpRoute(register, RegisterBody)}
 ADMIN_ROUTES: Final[RouteTable] = {
-    ("POST", RPC): command_route(collective_rpc, RpcBody, VLLM),
+    ("POST", RPC): command_route(collective_rpc, VLLM),
     ("POST", "/update_weight_version"): HttpRoute(check_version, VersionBody, query=VersionBody),
 }
 """Routes that change the fleet."""
