@@ -2,7 +2,6 @@
 
 import argparse
 
-from ... import bus
 from ...bus.control.store import DesiredStore
 from ...bus.control.updates import provision
 from ...bus.nats.connection import connected
@@ -12,11 +11,12 @@ from ...bus.objects.writer import sign_folder
 from ...bus.subjects import Subjects
 from .console import print_result
 from .exits import ExitCode
+from .options import connect
 
 
 async def reset(args: argparse.Namespace) -> int:
     """Clear the desired state."""
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         models = await rb.fleet.reset(args.model)
     text = f"cleared the desired state of {', '.join(models)}" if models else "no desired state was recorded"
     print_result(args, {"models": models}, text)
@@ -25,7 +25,7 @@ async def reset(args: argparse.Namespace) -> int:
 
 async def forget_model(args: argparse.Namespace) -> int:
     """Forget the model."""
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         was_known = await rb.fleet.forget_model(args.model)
     text = f"forgot the model {args.model}" if was_known else f"the model {args.model} was not known"
     print_result(args, {"model": args.model, "was_known": was_known}, text)

@@ -25,7 +25,7 @@ from ...bus.protocol.fleet.presence import FleetSnapshot
 from ...schemas.presence import Capabilities, WorkerPresence
 from .console import print_json, progress, write
 from .exits import CommandFailed, ExitCode, WrongUsage
-from .options import without_password
+from .options import connect, without_password
 from .tables import NONE, as_json, cell, in_turns, machine, percentile, print_table, spreads
 from .watch.status import serving_workers
 
@@ -479,7 +479,7 @@ async def run(args: argparse.Namespace) -> int:
     """Measure and print the result."""
     given = {each.name: getattr(args, each.name) for each in fields(BenchOptions) if hasattr(args, each.name)}
     options = BenchOptions(**given, concurrencies=list(dict.fromkeys(args.concurrency)))
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         present = (await rb.fleet.state()).workers
         workers = workers_to_measure(present, args.model, nats_url=args.nats, fleet=args.fleet)
         outcomes = await run_rounds(rb, options, workers, shows_progress=not args.json)

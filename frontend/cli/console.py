@@ -76,7 +76,7 @@ def program() -> str:
 
 
 @contextmanager
-def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
     """Show a progress bar on stderr while the body runs. The body calls the yielded function after each step.
 
     The bar appears only if `shown` is set and stderr is a terminal.
@@ -89,7 +89,7 @@ def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Ite
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=total, completed=done)
+        task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 
 

@@ -27,7 +27,7 @@ from ...schemas.weights import Canary, Staging, UpdateTiming, Verified, WeightSo
 from ..command_json import ledger_as_json, ledger_lines
 from .console import note, print_json, size, staging_text, waiting
 from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
-from .options import refuse_options
+from .options import connect, refuse_options
 from .tables import print_table, print_text, printable
 
 EXPECT_WITHIN_S = 5.0
@@ -56,7 +56,7 @@ def source_of(args: argparse.Namespace) -> WeightSource:
 async def _send(method: str, args: argparse.Namespace, own: Mapping[str, Any]) -> int:
     """Send the command of a method of `Fleet` with its own arguments, and print all acks. Return the exit code."""
     incomplete: CommandIncomplete | None = None
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         with waiting(args.command.name) as show:
             if getattr(args, "expect", None) is not None:
                 await _expect(args.expect, args.model, rb.fleet)

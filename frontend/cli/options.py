@@ -23,7 +23,14 @@ from .console import note
 from .exits import CommandFailed, WrongUsage
 
 if TYPE_CHECKING:
-    from ...bus import FleetState
+    from ...bus import Client, FleetState
+
+
+def connect(args: argparse.Namespace) -> "Client":
+    """Return the client of the fleet that the options name, for `async with`."""
+    from ... import bus
+
+    return bus.connect(args.nats, fleet=args.fleet)
 
 
 START_SOME = "start some with `rollbus up` or `rollbus worker`"

@@ -24,7 +24,7 @@ from ..command_json import ledger_as_json
 from .console import note, print_json, size, waiting, write
 from .control import AckCounter, show_ledger
 from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
-from .options import check_known_model, refuse_options
+from .options import check_known_model, connect, refuse_options
 from .tables import NONE, print_table, print_text
 
 COLUMNS = ("version", "kind", "anchor", "delta", "recorded", "workers", "objects")
@@ -107,7 +107,7 @@ def _kind(link: Link) -> str:
 
 async def run(args: argparse.Namespace) -> int:
     """Read the chain records and ask the workers."""
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         fleet = await rb.fleet.state()
     models = [args.model] if args.model else sorted({worker.model for worker in fleet.workers} | fleet.desired.keys())
     found: list[ModelWeights] = []
@@ -148,7 +148,7 @@ async def publish(args: argparse.Namespace) -> int:
     if args.store_only:
         refuse_options(args, ("mode", "min_staged", "timeout_s"), "with --store-only")
 
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         model = args.model or await only_model(rb)
         with waiting("publish-weights") as show:
             settings: PublishSettings = {

@@ -1,15 +1,17 @@
 """Subcommands that only show: the fleet, its requests, experts and weights, records of runs, and problems."""
 
 import argparse
-from typing import Final, get_args
+from typing import Final, Literal, get_args
 
 from ....schemas.limits import MAX_TIMELINES
 from ....schemas.options import arg, duration, flag
 from ....schemas.telemetry import RequestKind
 from ..arguments import command, one_of, workers_option
 
-SORTS: Final = ("state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits")
-"""Orders of the workers in `rollbus top`."""
+Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits"]
+"""Sort key of the workers in `rollbus top`. Names ascend, numbers descend, and the worst states come first."""
+SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
+"""Sort keys in the order in which the key `s` selects them."""
 MIN_INTERVAL_S: Final = 0.1
 MAX_INTERVAL_S: Final = 60.0
 

@@ -28,6 +28,7 @@ from ....bus.nats.server import Server, parse_url, redact
 from ....bus.nats.transport import NatsTransport, Peer
 from ....schemas.errors import BusBroken, TlsFailed
 from ....schemas.options import memory_bytes, pip_install
+from ...http import LOOPBACK
 from ..console import gib
 from ..tables import printable
 
@@ -281,7 +282,6 @@ async def _shake_hands(url: str, context: ssl.SSLContext, *, is_greeted: bool) -
         wire.abort()
 
 
-LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 ENDS_SOON_S: Final = 14 * 24 * 3600.0
 """Remaining validity of a certificate below which it must be renewed."""
 

@@ -322,7 +322,8 @@ async def _fleet(nats: Connection, fleet: str, client: str) -> AsyncIterator[Fin
     subjects = Subjects(fleet)
     watch = PresenceWatcher(nats, subjects, lambda _gone: None, lambda: None)
     await subscribe(nats, subjects.presences, watch.receive)
-    workers, queues, problems = await watch.workers_and_queues()
+    workers = await watch.ping_workers()
+    queues, problems = await watch.queues()
     if not workers:
         advice = "start workers: `rollbus worker --model DIR`, or `rollbus up`"
         yield warn("fleet", f"no live workers in {fleet!r}", advice)

@@ -270,7 +270,7 @@ class ResultsFile:
     """Results of one input, for one writer at a time. `open_results` creates it."""
 
     def __init__(
-        self, file: IO[bytes], rows: RowsFile | None, finished: Mapping[int, str], models: Collection[str] = ()
+        self, file: IO[bytes], rows: RowsFile | None, finished: Mapping[int, str], models: Collection[str]
     ) -> None:
         self.rows = rows
         """File for routed experts. None: the lines contain the routed experts."""

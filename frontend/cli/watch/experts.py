@@ -13,14 +13,13 @@ from typing import Final
 
 import numpy as np
 
-from .... import bus
 from ....bus import ExpertAnswers
 from ....bus.protocol.telemetry.experts import Counts, ExpertWindow, PlaneLoad, VersionLoad, imbalance
 from ....schemas.checks import list_names
 from ....schemas.decoding import JsonObject
 from ..console import note, print_json, write
 from ..exits import CommandFailed, ExitCode
-from ..options import check_drawable, refuse_options
+from ..options import check_drawable, connect, refuse_options
 from ..tables import print_table, print_text
 
 
@@ -165,7 +164,7 @@ async def run(args: argparse.Namespace) -> int:
         check_drawable("--png")
     elif args.json:
         refuse_options(args, ["plane"], "with --json, which has both")
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         last_s = None if args.versions else args.last_s
         answers = await rb.fleet.experts(args.model, workers=args.only_workers, last_s=last_s, timeout_s=args.timeout_s)
     window = answers.window

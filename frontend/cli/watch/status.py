@@ -32,7 +32,7 @@ from ....schemas.presence import Capabilities, WorkerPresence, WorkerState
 from ....schemas.weights import PublishedVersion
 from ..console import note, print_json, program, size, staging_text, write
 from ..exits import CommandFailed, ExitCode
-from ..options import START_SOME, no_workers, without_password
+from ..options import START_SOME, connect, no_workers, without_password
 from ..tables import NONE, lay_out
 
 WORKER_COLUMNS = (
@@ -472,10 +472,10 @@ async def run(args: argparse.Namespace) -> int:
     """Print the fleet's state, once or each second."""
     if args.watch:
         with contextlib.suppress(asyncio.CancelledError):  # only Ctrl-C cancels this task
-            async with bus.connect(args.nats, fleet=args.fleet) as rb:
+            async with connect(args) as rb:
                 await _watch(rb, args)
         return ExitCode.OK
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         state = await rb.fleet.state()
         state = replace(state, queue_problems=await rb.fleet.check_queues() | state.queue_problems)
     if args.json:

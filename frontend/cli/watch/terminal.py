@@ -31,7 +31,7 @@ from ....schemas.errors import RollbusError
 from ...follow import Heard, RecordedReader
 from ..console import print_json, write
 from ..exits import ExitCode
-from ..options import refuse_options
+from ..options import connect, refuse_options
 from .top import Key, KeyReader, Page, TopOptions, TopView, choose, draw, print_top, top_as_json
 
 FIRST_READ_S: Final = 0.5
@@ -327,7 +327,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.once or args.json:
         refuse_options(args, ["interval"], "with --once or --json")
     options = TopOptions(sort=args.sort, model=args.model)
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         if is_capable() and not (args.once or args.json):
             await run_top(rb, options, args.interval)
             return ExitCode.OK

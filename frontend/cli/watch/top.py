@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 from rich.cells import cell_len
@@ -24,14 +24,11 @@ from ....schemas import control
 from ....schemas.checks import list_names
 from ....schemas.decoding import JsonObject
 from ....schemas.presence import WorkerPresence, WorkerState
+from ..commands.views import SORTS, Sort
 from ..console import write
 from ..tables import NONE, lay_out, print_table, printable
 from . import status
 
-Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits"]
-"""Sort key of the workers. Names ascend, numbers descend, and the worst states come first."""
-SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
-"""Sort keys in the order in which the key `s` selects them."""
 Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end", "open", "back"]
 _BYTES_OF: Final[dict[Key, tuple[bytes, ...]]] = {
     "quit": (b"q", b"Q"),

@@ -16,7 +16,6 @@ import msgspec
 from msgspec.structs import replace
 from rich.text import Text
 
-from .... import bus
 from ....bus import Client
 from ....bus.protocol.telemetry.requests import (
     Phases,
@@ -33,6 +32,7 @@ from ....schemas.telemetry import RequestKind, TimelineEvent
 from ...command_json import RequestQuery, answer_of, find_timelines, unknown_request
 from ..console import print_json, write
 from ..exits import CommandFailed, ExitCode
+from ..options import connect
 from ..tables import NONE, TableLines, lay_out, printable, wrapped
 from .terminal import is_capable, open_screen
 from .top import Key, Page
@@ -361,7 +361,7 @@ async def _read(rb: Client, browser: Browser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Ask the workers and print the history."""
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         trace = await find_timelines(rb.fleet, args.request_id, model=args.model, timeout_s=args.timeout_s)
     if not trace.timelines:
         raise CommandFailed(unknown_request(trace), ExitCode.FAILED if trace.workers_answered else ExitCode.TIMEOUT)
@@ -375,7 +375,7 @@ async def run(args: argparse.Namespace) -> int:
 async def run_list(args: argparse.Namespace) -> int:
     """Show the list until the user quits, or print it once."""
     query = RequestQuery(args.show, args.client, args.model, args.only_workers, args.limit)
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         if is_capable() and not (args.once or args.json):
             await browse(rb, query)
             return ExitCode.OK

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from .... import bus
 from ....bus import FleetState, RequestList
 from ....bus.protocol.fleet.authority import list_stops, open_transfers
 from ....bus.protocol.fleet.desired import why_behind
@@ -18,7 +17,7 @@ from ....schemas.errors import ControlCode, ControlError, NoWorkers
 from ....schemas.presence import WorkerState
 from ..console import print_json, write
 from ..exits import CommandFailed, ExitCode
-from ..options import START_SOME, check_known_model, no_workers
+from ..options import START_SOME, check_known_model, connect, no_workers
 from ..tables import printable, wrapped
 from .status import of_model
 from .traces import id_of, state_of
@@ -130,7 +129,7 @@ def _requests(running: RequestList) -> Iterator[Cause]:
 
 async def run(args: argparse.Namespace) -> int:
     """Read the fleet and print the causes."""
-    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+    async with connect(args) as rb:
         state = await rb.fleet.state()
         running, unknown = None, ""
         if args.model is not None and state.workers:
