@@ -216,7 +216,7 @@ class ChunkBatch(Batch[list[Chunk]]):
 
     def __init__(self, runtime: Runtime, max_in_flight: int) -> None:
         super().__init__(runtime, max_in_flight)
-        self._shared = self._inbox = runtime.share_inbox(self.news.set)
+        self._shared = self._inbox = SharedInbox(runtime.inbox, self.news.set)
 
     async def _read(self) -> list[Chunk] | None:
         # Read the ends before the chunks: the bus thread appends all chunks of a call before it ends the call.

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
@@ -61,9 +62,34 @@ class ClientConfig:
     """Spans of requests: off (False), configured by the environment (True), or by this provider."""
 
 
+class Histogram:
+    """Counts durations of one kind.
+
+    Args:
+        bounds: upper bounds of the buckets in seconds.
+    """
+
+    __slots__ = ("_bounds", "counts", "total_s")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """Number of durations in each bucket, as in `Durations`."""
+        self.total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect_left(self._bounds, seconds)] += 1
+        self.total_s += seconds
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Return (bound, number of durations up to it) pairs. The bound of the last pair is infinity."""
+        return list(zip((*map(float, self._bounds), math.inf), accumulate(self.counts), strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Durations of one kind."""
+    """A copy of the durations of one kind."""
 
     counts: tuple[int, ...]
     """Number of durations in each bucket: up to its bound in `BOUNDS_S` and above the previous bound. The last number
@@ -80,27 +106,19 @@ class DurationsByModel:
     """Counts durations by model. One thread writes, any thread may copy."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, list[int]] = {}
-        self._totals_s: dict[str, float] = {}
+        self._found: dict[str, Histogram] = {}
 
     def add(self, model: str, seconds: float) -> None:
         """Count one duration."""
-        counts = self._counts.get(model)
-        if counts is None:
-            if len(self._counts) >= MAX_MODELS:
-                first = next(iter(self._counts))
-                del self._counts[first], self._totals_s[first]
-            self._totals_s[model] = 0.0
-            # Add the counts last: a thread that copies meanwhile then finds a sum for every model with counts.
-            counts = self._counts[model] = [0] * (len(BOUNDS_S) + 1)
-        counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self._totals_s[model] += seconds
+        if model not in self._found:
+            if len(self._found) >= MAX_MODELS:
+                del self._found[next(iter(self._found))]
+            self._found[model] = Histogram(BOUNDS_S)
+        self._found[model].observe(seconds)
 
     def copy(self) -> dict[str, Durations]:
         """Return a copy of all counts."""
-        counted = [(model, counts, self._totals_s.get(model)) for model, counts in list(self._counts.items())]
-        # A model without a sum was removed meanwhile.
-        return {model: Durations(tuple(counts), total) for model, counts, total in counted if total is not None}
+        return {model: Durations(tuple(each.counts), each.total_s) for model, each in list(self._found.items())}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,13 +14,12 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ...schemas.chunk import Chunk, ChunkError
 from ...schemas.errors import ErrorCode, RequestError, RequestFailed, RequestTimeout
 from ...schemas.limits import MAX_ENGINE_DEATHS_ALONE, MAX_REMEMBERED_IDS
 from ...schemas.messages import Frame, FrameHeader, RequestKey
-from ...schemas.presence import WorkerPresence
 from ..protocol.attempt import events as on
 from ..protocol.attempt.events import Event, Instruction
 from ..protocol.attempt.machine import OUT, TIMED, AttemptMachine, RequestState
@@ -34,6 +33,9 @@ from .calls import Call, CallResult
 from .config import MAX_MODELS, ClientStats
 from .deadlines import Deadlines
 from .generation import ChildResult
+
+if TYPE_CHECKING:
+    from .dispatch import RequestDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -138,33 +140,11 @@ class ChildRequest(AttemptMachine):
         return ChildResult(self.stream.child, self.stream, self.workers)
 
 
-class RequestPublisher(Protocol):
-    """Publishes requests to the workers."""
-
-    def add(self, child: ChildRequest) -> None:
-        """Publish the current attempt of `child`."""
-
-    def record_admission(self, child: ChildRequest, waited_s: float) -> None:
-        """Record that a worker offered to run the request, `waited_s` seconds after its publication."""
-
-    def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
-        """Stop tracking the published attempt. `refusal` says why no worker accepted it, or is None."""
-
-    def waiting_reason(self, child: ChildRequest) -> str:
-        """Return the reason why no worker has admitted the request, or an empty string if it is unknown."""
-
-    def is_blocked(self, child: ChildRequest) -> bool:
-        """Return True if workers serve the model and none of them can accept the request now."""
-
-    def others(self, child: ChildRequest) -> Sequence[WorkerPresence]:
-        """Return the serving workers of the model that can run the request and are not silent."""
-
-
 class AttemptCoordinator:
     """The open calls of one client and the current attempts of their children. Call `connect` before use."""
 
     def __init__(self) -> None:
-        self._publisher: RequestPublisher
+        self._publisher: RequestDispatcher
         self._abort_at: Callable[[str, RequestKey], None]
         self._calls: dict[str, OpenCall] = {}
         self._serials = itertools.count()
@@ -192,7 +172,7 @@ class AttemptCoordinator:
         calls = list(self._calls.values())
         return sum(child.stream.num_tokens for call in calls for child in call.children)
 
-    def connect(self, publisher: RequestPublisher, abort: Callable[[str, RequestKey], None]) -> None:
+    def connect(self, publisher: "RequestDispatcher", abort: Callable[[str, RequestKey], None]) -> None:
         """Set the object that publishes requests, and the function that makes a worker abort a request."""
         self._publisher = publisher
         self._abort_at = abort

@@ -87,7 +87,8 @@ async def read_fleet_state(runtime: Runtime, settle_s: float) -> FleetState:
         BusBroken: the connection to NATS is gone.
     """
     watcher = runtime.watcher
-    workers, queues, problems = await watcher.workers_and_queues()
+    workers = await watcher.ping_workers()
+    queues, problems = await watcher.queues()
     try:
         desired = await runtime.controller.store.read_all()
     except BusBroken as exc:

@@ -273,7 +273,7 @@ class GroupSampler:
         prompts: Prompts,
         form: PromptForm,
         planner: GroupPlanner,
-        recorder: RunRecorder | None = None,
+        recorder: RunRecorder | None,
     ) -> None:
         self._runtime = runtime
         self._form = form

@@ -221,17 +221,6 @@ class PresenceWatcher:
             self._silent = [one for one in self._silent if one is not silent]
         return self.table.workers()
 
-    async def workers_and_queues(
-        self,
-    ) -> tuple[tuple[WorkerPresence, ...], tuple[QueueDepth, ...], dict[str, str]]:
-        """Return the workers as `ping_workers` does, the waiting requests, and the reasons why queues do not answer.
-
-        Raises:
-            BusBroken: the connection to NATS is gone.
-        """
-        workers = await self.ping_workers()
-        return workers, *await self.queues()
-
     async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
         """Return the waiting requests for the live workers, and by model the reason why a queue does not answer."""
         models = self._models()

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Final
@@ -74,7 +74,7 @@ class Runtime:
         self.tracer = make_tracer(config.tracing, service_name="rollbus-client")
         self.thread = LoopThread(f"rollbus-{config.client}", self._run(), self._fail_all)
         # The caller's side.
-        self._inbox = Inbox(self.thread.call_soon_in_owner_loop)
+        self.inbox = Inbox(self.thread.call_soon_in_owner_loop)
         self._calls: dict[str, Call] = {}
         self._numbers = itertools.count()
         self._failure: BaseException | None = None
@@ -114,7 +114,7 @@ class Runtime:
     @property
     def unread_bytes(self) -> int:
         """Bytes of results that no caller has read."""
-        return self._inbox.unread_bytes
+        return self.inbox.unread_bytes
 
     def stats(self) -> ClientStats:
         """Return a copy of the counters. Any thread may call this."""
@@ -169,10 +169,6 @@ class Runtime:
             # Closing waits for the collector, which may be slow.
             await asyncio.to_thread(self.tracer.close)
 
-    def share_inbox(self, wake: Callable[[], None]) -> SharedInbox:
-        """Return an inbox that several calls share. `wake` wakes their reader."""
-        return SharedInbox(self._inbox, wake)
-
     async def open(
         self,
         request: GenerateRequest,
@@ -200,7 +196,7 @@ class Runtime:
         if self.nats.lost is not None:
             raise self.nats.lost
         key = SampleKey(self.config.incarnation, next(self._numbers), 0)
-        call = Call(request, self._inbox if inbox is None else inbox, streams, self.tracer, key)
+        call = Call(request, self.inbox if inbox is None else inbox, streams, self.tracer, key)
         request_id = call.wire_id
         if request_id in self._calls:
             raise RequestRejected(
@@ -212,7 +208,9 @@ class Runtime:
         call.other_loop = self.thread.other_loop()
         self._calls[request_id] = call
         try:
-            call.model = self._find_model(call) or await self._resolve_model(call)
+            model = self.models.fixed if request.model is None else request.model
+            # Without an await if a worker serves the model or starts.
+            call.model = model if model in self.watcher.snapshot.awaited else await self._resolve_model(call, model)
             call.is_submitted = True
         finally:
             if not call.is_submitted:
@@ -222,13 +220,7 @@ class Runtime:
             self.thread.post(self.coordinator.abort, [request_id])
         return call
 
-    def _find_model(self, call: Call) -> str | None:
-        """Return the model of the call if a worker serves it or starts."""
-        model = self.models.fixed if call.request.model is None else call.request.model
-        return model if model in self.watcher.snapshot.awaited else None
-
-    async def _resolve_model(self, call: Call) -> str:
-        model = self.models.fixed if call.request.model is None else call.request.model
+    async def _resolve_model(self, call: Call, model: str | None) -> str:
         try:
             return await self.thread.run(self.models.resolve(model, call))
         except NoWorkers:

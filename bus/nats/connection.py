@@ -98,8 +98,8 @@ class Connection(PatchedNatsClient):
         server: Server,
         *,
         name: str,
-        on_reconnect: Callable[[], Awaitable[None]] | None = None,
-        on_error: Callable[[Exception], None] = lambda _: None,
+        on_reconnect: Callable[[], Awaitable[None]] | None,
+        on_error: Callable[[Exception], None],
     ) -> None:
         super().__init__(requires_tls=server.requires_tls, replicas=server.replicas)
         self._server = server

@@ -235,7 +235,7 @@ def digest_of_published(manifest: Manifest) -> str:
     return tensors_digest(((entry.name, entry.dtype, entry.shape, entry.sha256) for entry in manifest.tensors), files)
 
 
-def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_rank: int | None = None) -> None:
+def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_rank: int | None) -> None:
     """Check that `folder` is a LoRA adapter and that each pair of matrices fits a weight of the base model. Blocks.
 
     Args:
