@@ -128,7 +128,7 @@ async def test_leaving_the_loop_aborts_all_requests(nats_url: str, fleet: str, o
         await until_idle(engine, rb)
         with pytest.raises(rollbus.InvalidRequest, match="requests is 1; allowed"):
             await all_of(rb.stream_many(1))  # type: ignore[arg-type]
-        assert not runtime_of(rb)._inbox.shared
+        assert not runtime_of(rb).inbox.shared
         await until_true(lambda: not rb.stats().unread_bytes)
         await asyncio.to_thread(without_asyncio)
         await until_idle(engine, rb)

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from rollbus import FleetState, QueueDepth
 from rollbus.bus.protocol.telemetry.rates import FleetRates
+from rollbus.frontend.cli.commands.views import SORTS
 from rollbus.frontend.cli.watch.status import of_model
 from rollbus.frontend.cli.watch.top import (
     KEY_OF,
-    SORTS,
     Key,
     KeyReader,
     Page,
