@@ -310,7 +310,12 @@ class Client:
             InvalidRequest: this client has an open record, a value is not valid, or pyarrow is not installed.
             OSError: the folder cannot be written.
         """
-        return self._runtime.start_record(folder, experts, max_buffered_bytes)
+        earlier = self._runtime.recorder
+        if earlier is not None and earlier.is_open:
+            problem = f"is {os.fspath(folder)!r}, but this client records into {str(earlier.folder)!r}"
+            raise InvalidRequest("folder", problem, "one open record; close the first")
+        self._runtime.recorder = started = RunRecorder(folder, experts=experts, max_buffered_bytes=max_buffered_bytes)
+        return started
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Abort requests of this client. Each of their response streams ends once, with `finish_reason` ABORT.

@@ -1,7 +1,7 @@
 """The fleet as a trainer sees it: live workers, queues, desired state, and commands to workers."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, Literal, Unpack
 
@@ -114,9 +114,7 @@ class WeightCommands:
         Raises:
             ControlError: `not_found`: no worker has the adapter or should have it. Nothing was recorded.
         """
-        fields, on_ack = split_options(options)
-        command = control.UnloadLora(name=name, **fields)
-        return await self._thread.run(self._runtime.updates.unload_lora(command, on_ack))
+        return await self._run(self._runtime.updates.unload_lora, control.UnloadLora, options, name=name)
 
     async def init_weight_transfer(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> CommandResult:
         """Pass `info` to `init_weight_transfer_engine` of the engines."""
@@ -134,9 +132,7 @@ class WeightCommands:
         Returns:
             The command result; its `id` is the id of the transfer.
         """
-        fields, on_ack = split_options(options)
-        command = control.StartWeightUpdate(mode=mode, **fields)
-        return await self._thread.run(self._runtime.updates.start_weight_update(command, on_ack))
+        return await self._run(self._runtime.updates.start_weight_update, control.StartWeightUpdate, options, mode=mode)
 
     async def update_weight_chunk(
         self, info: dict[str, Any], *, transfer: str | None = None, **options: Unpack[SendOptions]
@@ -184,18 +180,26 @@ class WeightCommands:
         Raises:
             ControlError: also raised if no worker can finish: `transfer_expired`, `transfer_held`, `transfer_empty`.
         """
-        fields, on_ack = split_options(options)
-        fields.update(version=version, allow_rollback=allow_rollback, label=label, transfer=transfer)
-        command = control.FinishWeightUpdate(**fields)
-        return await self._thread.run(self._runtime.updates.finish_weight_update(command, on_ack))
+        fields = {"version": version, "allow_rollback": allow_rollback, "label": label, "transfer": transfer}
+        finish = self._runtime.updates.finish_weight_update
+        return await self._run(finish, control.FinishWeightUpdate, options, **fields)
 
     async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> CommandResult:
         """Send any command of `schemas/control.py`, without upload, earlier checks or later comparison."""
         return await self._thread.run(self._runtime.controller.send(command, on_ack))
 
     async def _send(self, kind: Callable[..., AnyCommand], options: Mapping[str, Any], **fields: Any) -> CommandResult:
+        return await self._run(self._runtime.controller.send, kind, options, **fields)
+
+    async def _run(
+        self,
+        method: Callable[[Any, OnAck | None], Coroutine[Any, Any, CommandResult]],
+        kind: Callable[..., AnyCommand],
+        options: Mapping[str, Any],
+        **fields: Any,
+    ) -> CommandResult:
         common, on_ack = split_options(options)
-        return await self.send(kind(**fields, **common), on_ack=on_ack)
+        return await self._thread.run(method(kind(**fields, **common), on_ack))
 
 
 class Fleet(WeightCommands):

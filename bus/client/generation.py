@@ -171,7 +171,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             raise _unfit(f"is by the model {rest.model!r}", f"the model of this part, {self.model!r}")
         parts = [part for part in (self, rest) if len(part.token_ids)] or [rest]
         first, last = parts[0], parts[-1]
-        arrays: dict[str, Any] = {name: _concatenate([getattr(part, name) for part in parts]) for name in _BY_TOKEN}
+        arrays: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in _BY_TOKEN}
+        for name, pieces in arrays.items():
+            arrays[name] = None if any(piece is None for piece in pieces) else np.concatenate(pieces)
         return replace(
             rest,
             request=self.request,
@@ -194,11 +196,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             **{name: getattr(first, name) for name in _OF_PROMPT},
             **arrays,
         )
-
-
-def _concatenate(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
-    known = [array for array in arrays if array is not None]
-    return np.concatenate(known) if len(known) == len(arrays) else None
 
 
 def _join_rows(first: Generation, rest: Generation) -> Rows | None:

@@ -298,7 +298,9 @@ class ClientLinks:
         if receiver.is_ack_due(self._window):
             self._write_now(worker)
         elif receiver.has_unacked:
-            self._write_soon(worker)
+            self._soon[worker] = None
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(ACK_DELAY_S, self._write_delayed)
         if len(self._links) > MAX_LINKS:
             self._remove(next(iter(self._links)))
 
@@ -344,11 +346,6 @@ class ClientLinks:
     def _write_now(self, worker: str) -> None:
         self._due[worker] = None
         self._woken.set()
-
-    def _write_soon(self, worker: str) -> None:
-        self._soon[worker] = None
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(ACK_DELAY_S, self._write_delayed)
 
     def _write_delayed(self) -> None:
         self._timer = None

@@ -18,7 +18,6 @@ from typing import Final
 from ...schemas.errors import (
     BusBroken,
     ErrorCode,
-    InvalidRequest,
     NoWorkers,
     PermissionDenied,
     RemoteProtocolError,
@@ -270,14 +269,6 @@ class Runtime:
                 if call.request.id_scope is not None and call.request.request_id in others:
                     given[name] = call.request.request_id
         return given
-
-    def start_record(self, folder: str | os.PathLike[str], experts: bool, max_buffered_bytes: int) -> RunRecorder:
-        """Record the results from now on; see `Client.record`."""
-        if self.recorder is not None and self.recorder.is_open:
-            problem = f"is {os.fspath(folder)!r}, but this client records into {str(self.recorder.folder)!r}"
-            raise InvalidRequest("folder", problem, "one open record; close the first")
-        self.recorder = RunRecorder(folder, experts=experts, max_buffered_bytes=max_buffered_bytes)
-        return self.recorder
 
     async def pop_result(self, call: Call) -> Generation:
         """Return the result of an ended call that was not streamed, and remove the call.
