@@ -183,7 +183,7 @@ def _write_frames(rollout: Rollout, *, merge: bool) -> list[bytes]:
 async def _receive(request: GenerateRequest, frames: Iterable[bytes]) -> rollbus.Generation:
     """Process the frames of one request as a client does, from its NATS subscription to its caller."""
     exchange, receiver = AttemptCoordinator(), LinkReceiver("me")
-    exchange.connect(_Nowhere(), _Nowhere().abort)
+    exchange.connect(_Nowhere(), _Nowhere().abort)  # type: ignore[arg-type]
     call = Call(request, Inbox(lambda callback: None), streams=False)
     exchange.submit(call)
     for data in frames:
