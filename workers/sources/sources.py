@@ -52,14 +52,6 @@ UPLOAD_GOOD_S: Final = 60.0
 published version never changes."""
 
 
-class Staged(NamedTuple):
-    """The cost of a staging."""
-
-    fetched_bytes: int
-    """The bytes received over the network."""
-    seconds: float
-
-
 class _Own(NamedTuple):
     """The worker's own checkpoint."""
 
@@ -250,7 +242,7 @@ class WeightSources:
         self._lock = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._progress: Progress | None = None
-        self.last_staged: Staged | None = None
+        self.last_staged: Progress | None = None
         """The cost of the last finished staging; None if no staging has finished."""
         self.published: PublishedVersion | None = None
         """The published version of the last staged checkpoint; None if it was a plain upload, or if none was staged."""
@@ -430,7 +422,7 @@ class WeightSources:
 
     @contextlib.contextmanager
     def _counting(self, progress: Progress) -> Iterator[Progress]:
-        """Publish this staging as `staging` while the block runs, and its cost as `last_staged` afterwards."""
+        """Publish this staging as `staging` while the block runs, and as `last_staged` afterwards."""
         started = time.monotonic()
         self._progress = progress
         try:
@@ -438,9 +430,10 @@ class WeightSources:
         finally:
             if self._progress is progress:
                 self._progress = None
-        self.last_staged = Staged(progress.fetched_bytes, time.monotonic() - started)
-        source = progress.staging.source
-        logger.info("sources.staged source=%s fetched_bytes=%s seconds=%.3f", source, *self.last_staged)
+        self.last_staged = progress
+        seconds = time.monotonic() - started
+        source, num_bytes = progress.staging.source, progress.fetched_bytes
+        logger.info("sources.staged source=%s fetched_bytes=%s seconds=%.3f", source, num_bytes, seconds)
 
     def _check_folder(self, folder: Path, max_rank: int | None, *, is_adapter: bool) -> None:
         if is_adapter:
