@@ -151,14 +151,8 @@ def _query_parameters(query: type, *, is_all: bool) -> list[JsonObject]:
     return [
         {"name": name, "in": "query", "required": name in required, "schema": schema}
         for name, schema in described["properties"].items()
-        if not _has_objects(schema)
+        if not any("$ref" in kind or kind.get("type") == "object" for kind in schema.get("anyOf", [schema]))
     ]
-
-
-def _has_objects(schema: Mapping[str, Any]) -> bool:
-    """True if the schema allows an object."""
-    kinds = schema.get("anyOf", [schema])
-    return any("$ref" in kind or kind.get("type") == "object" for kind in kinds)
 
 
 def _schema_of(_kind: type) -> JsonObject:

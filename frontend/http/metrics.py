@@ -313,15 +313,13 @@ class Metrics(Collector):
         if len(self._models) > MAX_MODELS:
             # The series of open requests stay: a gauge without its increments would fall below zero.
             idle = next((name for name, num_open in self._models.items() if not num_open and name != model), None)
-            if idle is not None:
-                self._remove_model(idle)
-
-    def _remove_model(self, model: str) -> None:
-        del self._models[model]
-        self._versions.pop(model, None)
-        for series in self._all:
-            for labels in [each for each in series if ("model", model) in zip(series.labels, each, strict=True)]:
-                del series[labels]
+            if idle is None:
+                return
+            del self._models[idle]
+            self._versions.pop(idle, None)
+            for series in self._all:
+                for labels in [each for each in series if ("model", idle) in zip(series.labels, each, strict=True)]:
+                    del series[labels]
 
     def version(self, model: str, weight_version: int) -> tuple[str, str]:
         """Return the labels of a version.

@@ -281,24 +281,15 @@ def build_request(
             check_sampling(sampling, target.capabilities)
         for name in ("session_id", "group_id"):
             if given[name] is not None:
-                given[name] = _of_user(user, name, given[name])
+                # Another user's requests with the same name do not affect the placement of this user's.
+                of_user = f"{user}\0{check_name(name, given[name])}".encode()
+                given[name] = hashlib.blake2b(of_user, digest_size=16).hexdigest()
         given |= _request_id(request, fields.get("request_id"), user)
         built = bus.GenerateRequest(sampling=sampling, **given)
         if state["waited_s"]:
             built = replace(built, timeout_s=max(given["timeout_s"] - state["waited_s"], MIN_LEFT_S))
         check_fits(built, target.capabilities)
     return built
-
-
-def _of_user(user: str, field: str, name: object) -> str:
-    """Return the bus's name for a session or a group. It depends on the user.
-
-    If another user sends the same name, this does not affect the placement of this user's requests.
-
-    Raises:
-        InvalidRequest: the name is not valid.
-    """
-    return hashlib.blake2b(f"{user}\0{check_name(field, name)}".encode(), digest_size=16).hexdigest()
 
 
 def _timeout_s(service: Service, request: Request, from_body: float | None) -> float:

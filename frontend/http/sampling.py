@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from ...schemas import limits
 from ...schemas.decoding import JsonObject
+from ...schemas.sampling import SamplingParams
 from ..tokenization import Tokenizer
 from .errors import invalid, unsupported
 from .text import StopString, StopStrings
@@ -117,10 +118,10 @@ def given_fields(struct: msgspec.Struct, names: tuple[str, ...]) -> JsonObject:
     return dict(compress(zip(names, values, strict=True), map(is_not, values, repeat(None))))
 
 
-SAME_NAME: Final = (
-    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
-    *("seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids"),
-    "prompt_logprobs",
+SAME_NAME: Final = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in SamplingFields.__struct_fields__ and name != "bad_words_token_ids"
 )
 """Fields of `rollbus.SamplingParams` with the same names and meanings."""
 NO_SEED: Final = -1
