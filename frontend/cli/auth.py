@@ -66,7 +66,7 @@ def _models_of(args: argparse.Namespace) -> dict[WantedUser, tuple[str, ...]]:
 
 
 def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[WantedUser, tuple[str, ...]]) -> int:
-    tls = _read_tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
+    tls = _read_tls(args, "server", "client")
     has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
     if has_cluster and given:
@@ -144,8 +144,8 @@ def run_nats(args: argparse.Namespace) -> int:
     if not args.nodes:
         raise WrongUsage("init requires servers, for example --nodes a.example,b.example,c.example")
     nodes = parse_nodes(args.nodes)
-    client_tls = _read_tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
-    route_tls = _read_tls("cluster", args.cluster_cert, args.cluster_key, args.cluster_ca, "--cluster-ca")
+    client_tls = _read_tls(args, "server", "client")
+    route_tls = _read_tls(args, "cluster", "cluster")
     if route_tls.cert and not route_tls.ca:
         raise WrongUsage("--cluster-cert requires --cluster-ca: servers verify each other")
     config = ClusterConfig(
@@ -182,13 +182,14 @@ def run_nats(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _read_tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> Tls:
+def _read_tls(args: argparse.Namespace, what: str, peer: str) -> Tls:
     """Return the files of the options, as absolute paths.
 
     Raises:
         CommandFailed: one of them lacks another.
     """
+    given = [getattr(args, name) for name in (f"{peer}_ca", f"{what}_cert", f"{what}_key")]
+    ca, cert, key = (str(Path(file).absolute()) if file else "" for file in given)
     if bool(cert) != bool(key) or (ca and not cert):
-        raise WrongUsage(f"TLS requires --{what}-cert and --{what}-key; {ca_option} is allowed only with both")
-    ca, cert, key = (str(Path(file).absolute()) if file else "" for file in (ca, cert, key))
+        raise WrongUsage(f"TLS requires --{what}-cert and --{what}-key; --{peer}-ca is allowed only with both")
     return Tls(ca=ca, cert=cert, key=key)

@@ -130,40 +130,34 @@ def _restore(parquet: Any, path: Path, lines: Path) -> None:
 
 def _schema() -> Any:
     pa = import_data_package("pyarrow", OUTPUT)
-    ints, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
-    routed = [("start", pa.int64()), ("shape", pa.list_(pa.int64())), ("dtype", pa.string())]
-    sample = [
-        ("token_ids", ints),
-        ("text", pa.string()),
-        ("finish_reason", pa.string()),
-        ("stop_reason", pa.int32()),
-        ("weight_versions", ints),
-        ("attempts", pa.int32()),
-        ("worker_ids", pa.list_(pa.string())),
-        ("cached_tokens", pa.int32()),
-        ("logprobs", floats),
-        ("top_logprobs", pa.list_(floats)),
-        ("prompt_logprobs", floats),
-        ("prompt_top_logprobs", pa.list_(floats)),
-        ("top_token_ids", pa.list_(ints)),
-        ("prompt_top_token_ids", pa.list_(ints)),
-        ("lora_versions", ints),
-        ("sampling_mask", pa.list_(ints)),
-        ("routed_experts", pa.struct([*routed, ("data", pa.large_binary()), ("key", pa.string())])),
-    ]
-    error = [("code", pa.string()), ("message", pa.string()), ("retryable", pa.bool_()), ("field", pa.string())]
-    names = [(name, pa.string()) for name in ("request_id", "fingerprint", "row", "model", "lora")]
+    string, int32, int64 = pa.string(), pa.int32(), pa.int64()
+    ints, floats = pa.list_(int32), pa.list_(pa.float32())
+    routed = {"start": int64, "shape": pa.list_(int64), "dtype": string, "data": pa.large_binary(), "key": string}
+    sample = {
+        "token_ids": ints,
+        "text": string,
+        "finish_reason": string,
+        "stop_reason": int32,
+        "weight_versions": ints,
+        "attempts": int32,
+        "worker_ids": pa.list_(string),
+        "cached_tokens": int32,
+        "logprobs": floats,
+        "top_logprobs": pa.list_(floats),
+        "prompt_logprobs": floats,
+        "prompt_top_logprobs": pa.list_(floats),
+        "top_token_ids": pa.list_(ints),
+        "prompt_top_token_ids": pa.list_(ints),
+        "lora_versions": ints,
+        "sampling_mask": pa.list_(ints),
+        "routed_experts": pa.struct(routed),
+    }
+    error = {"code": string, "message": string, "retryable": pa.bool_(), "field": string}
     return pa.schema(
-        [
-            ("index", pa.int64()),
-            *names,
-            ("prompt_len", pa.int32()),
-            ("prompt", pa.string()),
-            ("prompt_token_ids", ints),
-            *sample,
-            ("siblings", pa.list_(pa.struct(sample))),
-            ("error", pa.struct(error)),
-        ]
+        {"index": int64}
+        | dict.fromkeys(("request_id", "fingerprint", "row", "model", "lora"), string)
+        | dict(prompt_len=int32, prompt=string, prompt_token_ids=ints, **sample)
+        | {"siblings": pa.list_(pa.struct(sample)), "error": pa.struct(error)}
     )
 
 
@@ -209,7 +203,10 @@ class RowsFile:
         with replacing(self.path) as draft:
             with zipfile.ZipFile(draft, "w") as archive:
                 if kept:
-                    _copy_members(self.path, archive, kept)
+                    with zipfile.ZipFile(self.path) as saved:
+                        for name in sorted(kept):
+                            with saved.open(name) as old, archive.open(name, "w", force_zip64=True) as new:
+                                shutil.copyfileobj(old, new)
                 for file in added:
                     archive.write(file, file.name)
             with draft.open("rb") as written:
@@ -224,13 +221,6 @@ def _read_names(path: Path) -> frozenset[str]:
             return frozenset(archive.namelist())
     except zipfile.BadZipFile as exc:
         raise WrongUsage(f"{path} is not an .npz file ({exc}); choose another --output") from None
-
-
-def _copy_members(source: Path, target: zipfile.ZipFile, names: frozenset[str]) -> None:
-    with zipfile.ZipFile(source) as archive:
-        for name in sorted(names):
-            with archive.open(name) as old, target.open(name, "w", force_zip64=True) as new:
-                shutil.copyfileobj(old, new)
 
 
 LINE_START = b'{"index":'

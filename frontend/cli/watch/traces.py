@@ -26,7 +26,6 @@ from ....bus.protocol.telemetry.requests import (
     phases_of,
     seconds_of,
 )
-from ....schemas.decoding import JsonObject
 from ....schemas.errors import RollbusError
 from ....schemas.telemetry import RequestKind, TimelineEvent
 from ...command_json import RequestQuery, answer_of, find_timelines, unknown_request
@@ -238,11 +237,6 @@ def list_notes(show: RequestKind, found: RequestList, width: int) -> list[str]:
     return [part for line in lines for part in wrapped(line, width)]
 
 
-def list_as_json(show: RequestKind, found: RequestList) -> JsonObject:
-    """Return the output of `rollbus requests --json`."""
-    return {"show": show, **msgspec.to_builtins(found), "silent": list(found.silent)}
-
-
 READ_EVERY_S: Final = 1.0
 """Seconds between two reads of the list or trace."""
 _LISTS: Final[tuple[RequestKind, ...]] = get_args(RequestKind)
@@ -381,7 +375,7 @@ async def run_list(args: argparse.Namespace) -> int:
             return ExitCode.OK
         found = await query.read(rb.fleet)
     if args.json:
-        print_json(list_as_json(args.show, found))
+        print_json({"show": args.show, **msgspec.to_builtins(found), "silent": list(found.silent)})
     else:
         width = shutil.get_terminal_size().columns
         lines = list_notes(args.show, found, width)
