@@ -205,8 +205,8 @@ def _packed(array: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def _other_fields(request: GenerateRequest) -> dict[str, Any]:
-    names = (name for name in request.__struct_fields__ if name not in ("prompt_token_ids", "sampling"))
-    fields = {name: getattr(request, name) for name in names}
+    fields = msgspec.structs.asdict(request)
+    del fields["prompt_token_ids"], fields["sampling"]
     return {name: value for name, value in fields.items() if value is not None}
 
 
