@@ -243,7 +243,7 @@ class WeightSources:
         self._reading = asyncio.Lock()
         self._progress: Progress | None = None
         self.last_staged: Progress | None = None
-        """The cost of the last finished staging; None if no staging has finished."""
+        """The last finished staging, with its fetched bytes; None if no staging has finished."""
         self.published: PublishedVersion | None = None
         """The published version of the last staged checkpoint; None if it was a plain upload, or if none was staged."""
 
