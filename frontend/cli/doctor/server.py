@@ -295,10 +295,8 @@ async def _may_publish(nats: Connection, subject: str) -> bool:
 
 
 def _covers(pattern: str, subject: str) -> bool:
-    expected, given = pattern.split("."), subject.split(".")
-    if expected[-1] == ">":
-        expected, given = expected[:-1], given[: len(expected) - 1] if len(given) >= len(expected) else []
-    return len(expected) == len(given) and all(a in ("*", b) for a, b in zip(expected, given, strict=True))
+    expression = re.escape(pattern).replace(r"\*", "[^.]+").replace(">", ".+")
+    return re.fullmatch(expression, subject) is not None
 
 
 async def _reads(nats: Connection, subjects: Subjects, credentials: Credentials) -> Finding:

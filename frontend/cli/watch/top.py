@@ -353,7 +353,11 @@ class Page:
             above: lines that stay at the top.
             keys: the keys that have an effect beside those that scroll.
         """
-        head, pieces = ([piece for line in each for piece in folded(line, width)] for each in (above, lines))
+        # Break lines between words, and within a word that is longer than the screen.
+        head, pieces = (
+            [piece for line in each for piece in ([line] if line.cell_len <= width else line.wrap(_CONSOLE, width))]
+            for each in (above, lines)
+        )
         self._room = room = max(height - len(head) - 1, 1)
         # The last page ends with the last line.
         self.first = first = max(min(self.first, len(pieces) - room), 0)
@@ -414,11 +418,6 @@ def _table(section: Section, width: int, most: int) -> list[Text]:
 
 _CONSOLE: Final = Console()
 """`Text.wrap` needs one, but uses it only for texts that are justified."""
-
-
-def folded(line: Text, width: int) -> list[Text]:
-    """Return a line in pieces that fit, broken between words, and within a word that is longer than the screen."""
-    return [line] if line.cell_len <= width else [*line.wrap(_CONSOLE, width)]
 
 
 def print_top(view: TopView, options: TopOptions) -> None:
