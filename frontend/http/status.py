@@ -15,7 +15,7 @@ from ... import __version__, bus
 from ...bus.client.client import watch_fleet
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import ErrorCode
-from ...schemas.presence import WorkerPresence, WorkerState
+from ...schemas.presence import WorkerState
 from .calls import json_response
 from .control.bodies import read_query
 from .errors import HttpError, no_workers
@@ -92,20 +92,18 @@ def _models(service: Service) -> dict[str, Model]:
     for worker in service.rb.fleet.workers:
         if worker.capabilities is None:
             continue
-        found.setdefault(worker.model, _model(worker.model, worker, worker.model_path or worker.model, None))
+        own = Model(
+            id=worker.model,
+            created=int(time.time() - worker.uptime_s),
+            root=worker.model_path or worker.model,
+            parent=None,
+            max_model_len=worker.capabilities.max_model_len,
+        )
+        found.setdefault(worker.model, own)
         for lora in worker.loras:
-            found.setdefault(lora.name, _model(lora.name, worker, lora.name, worker.model))
+            adapter = msgspec.structs.replace(own, id=lora.name, root=lora.name, parent=worker.model)
+            found.setdefault(lora.name, adapter)
     return found
-
-
-def _model(name: str, worker: WorkerPresence, root: str, parent: str | None) -> Model:
-    return Model(
-        id=name,
-        created=int(time.time() - worker.uptime_s),
-        root=root,
-        parent=parent,
-        max_model_len=None if worker.capabilities is None else worker.capabilities.max_model_len,
-    )
 
 
 async def ready(service: Service, _request: Request) -> Response:

@@ -20,7 +20,7 @@ from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
 from .calls import PING, EventStream, JsonPieces, StreamEnd, encode_event, in_pieces, object_json, objects_json
 from .edge import SEND_BYTES
 from .errors import HttpError
-from .openai.parsers import AnswerParts, AnswerReader, CallPart
+from .openai.parsers import AnswerParts, AnswerReader, CallPart, joined_parts
 from .openai.requests import Echo, EchoedScores, Options
 from .openai.shapes import AnswerShape, JsonParts, Namer, Reading, RequestClock, nvext_json, parts_json
 from .requests import Names, RequestTarget, id_headers, named_errors
@@ -59,9 +59,7 @@ class ServedAnswers:
             before = calls.get(call.index)
             more = call if before is None else replace(before, arguments=before.arguments + call.arguments)
             calls[call.index] = more
-        content = "".join(part.content or "" for part in parts)
-        reasoning = "".join(part.reasoning or "" for part in parts)
-        whole = AnswerParts(content, reasoning, tuple(calls.values()))
+        whole = replace(joined_parts(parts), calls=tuple(calls.values()))
         message: JsonObject = parts_json(whole, delta=False)["message"]
         return {name: value for name, value in message.items() if name != "refusal"}
 
