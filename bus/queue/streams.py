@@ -60,10 +60,6 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
     ack_wait_s: float = 5.0
     """Seconds without an ack or in-progress from its worker after which a request goes to another worker."""
 
-    def of_stream(self, lane: Lane) -> dict[str, Any]:
-        """Return the limits of the stream with `lane`, by JetStream's names."""
-        return bounds_of_stream(lane, msgspec.structs.asdict(self))
-
 
 def bounds_of_stream(lane: Lane, limits: Mapping[str, Any]) -> dict[str, Any]:
     """Return the limits of the stream with `lane`, by JetStream's names.
@@ -177,7 +173,8 @@ async def _ensure_lane(
         has_stream = error.code == NO_CONSUMER
     if not has_stream:
         lanes = next(lanes for lanes in STREAM_LANES if lane in lanes)
-        await create_stream(nats, _stream_config(subjects, model, lanes) | limits.of_stream(lane))
+        bounds = bounds_of_stream(lane, msgspec.structs.asdict(limits))
+        await create_stream(nats, _stream_config(subjects, model, lanes) | bounds)
     consumer = {
         "durable_name": lane,
         "filter_subject": subjects.requests_in(model, lane),

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 import rollbus
-from rollbus.bus.queue.streams import RESUME_SHARE, QueueLimits, ensure_queue, queue_depths
+from rollbus.bus.queue.streams import RESUME_SHARE, QueueLimits, bounds_of_stream, ensure_queue, queue_depths
 from rollbus.bus.subjects import LANES, Subjects
 from tests.bus.queues import MODEL, publishing, pulling
 from tests.control.support import ask as greedy
@@ -105,7 +105,7 @@ async def test_a_client_that_floods_gets_all_its_results(nats_url: str, fleet: s
 @pytest.mark.proves("P44")
 def test_every_lane_of_a_stream_has_a_bound_for_each_client() -> None:
     """Every lane has a limit for each client. The lane of resumed requests has four times the share of other lanes."""
-    bounds = {lane: LIMITS.of_stream(lane) for lane in LANES}
+    bounds = {lane: bounds_of_stream(lane, {"max_per_client": SHARE}) for lane in LANES}
 
     assert {lane: bound["max_msgs_per_subject"] for lane, bound in bounds.items()} == {
         "resume": 4 * SHARE,
