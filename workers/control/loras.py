@@ -94,7 +94,9 @@ class Loras:
             return
         capabilities = self._in_flight.runner.engine.capabilities
         check_supported(command.source, capabilities, is_adapter=True)
-        self._check_room(command.name)
+        if command.name not in self._loaded and len(self._loaded) >= capabilities.max_loras:
+            held = f"{capabilities.max_loras} adapters and has {', '.join(sorted(self._loaded))}"
+            raise ControlError(ControlCode.ENGINE_ERROR, f"this engine can hold {held}; unload an adapter first")
         deadline = Deadline(command.timeout_s)
         async with deadline.bound("checking the adapter"):
             path = await self._sources.adapter(command.source, report, max_rank=capabilities.max_lora_rank)
@@ -119,12 +121,6 @@ class Loras:
         """
         what = f"version {desired.version} of adapter {name}"
         check_content(what, desired.digest, self._sources.digest_of(path), desired.source)
-
-    def _check_room(self, name: str) -> None:
-        max_loras = self._in_flight.runner.engine.capabilities.max_loras
-        if name not in self._loaded and len(self._loaded) >= max_loras:
-            problem = f"this engine can hold {max_loras} adapters and has {', '.join(sorted(self._loaded))}"
-            raise ControlError(ControlCode.ENGINE_ERROR, f"{problem}; unload an adapter first")
 
     async def _replace(self, name: str, desired: LoadedLora, path: Path, deadline: Deadline) -> None:
         """Load an adapter into the paused engine if its files have not changed since they were checked."""
