@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import types
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,31 @@ from tests.support.waits import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeou
 
 pytest_plugins = ["tests.support.fixtures"]
 
-CLIENTS = ("anthropic", "openai")
+CLIENTS = ("anthropic", "openai", "renderers")
 """Packages that take two seconds to import. Each of nine processes collects the files that import them, and few of them
-run such a file: a module loads itself when a test of a file that imports it begins."""
+run such a file: a module is loaded when a test of a file that imports it begins."""
+
+
+class Unloaded(types.ModuleType):
+    """Stands for a client until a public name is read. `import` and pytest read others, such as `__test__`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name != "__path__":
+            raise AttributeError(name)
+        return getattr(load(self.__name__), name)
+
+
+def load(name: str) -> types.ModuleType:
+    """Import a client, unless it is loaded."""
+    if isinstance(sys.modules[name], Unloaded):
+        del sys.modules[name]
+    return importlib.import_module(name)
+
+
 for name in CLIENTS:
     if name not in sys.modules and (found := importlib.util.find_spec(name)) is not None:
-        found.loader = importlib.util.LazyLoader(found.loader)
-        sys.modules[name] = importlib.util.module_from_spec(found)
-        found.loader.exec_module(sys.modules[name])
+        sys.modules[name] = Unloaded(name)
+        sys.modules[name].__spec__ = found
 
 STARTED_FIRST = (
     "tests/engine/test_launch.py",
@@ -145,7 +163,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Load clients here, because two threads may not do it. Skip tests of routed experts if vLLM returns none."""
     for name in CLIENTS:
         if isinstance(item, pytest.Function) and name in vars(item.module):
-            dir(sys.modules[name])
+            load(name)
     if item.get_closest_marker("routing") is not None:
         # This import loads vLLM, as the marked tests do anyway.
         from tests.support.vllm_engine import no_routing_here

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from renderers.client import parse_generate_response  # type: ignore[import-untyped]
+import renderers  # type: ignore[import-untyped]
 
 import rollbus
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
@@ -250,7 +250,7 @@ async def test_a_request_aborted_before_its_first_token_has_a_valid_response(ser
         answer = await asked
         await http.rb.fleet.resume()
 
-    choice = parse_generate_response(answer.content)["choices"][0]
+    choice = renderers.client.parse_generate_response(answer.content)["choices"][0]
     assert (answer.status_code, choice["finish_reason"], choice["token_ids"]) == (200, "abort", [])
     assert (choice["logprobs"], choice["routed_experts"]["shape"]) == ({"content": []}, [0, 4, 4])
 
@@ -315,7 +315,7 @@ async def test_the_rows_in_the_bytes_follow_their_marker(serve: Serve, num_exper
         expected = await by_bus(http.rb, PROMPT, **sampling)
 
     assert raw.count(b'"routed_experts":{"data":"') == n
-    choices = parse_generate_response(raw)["choices"]
+    choices = renderers.client.parse_generate_response(raw)["choices"]
     routed = choices[0]["routed_experts"]
     # The client has cut the first rows out of the bytes.
     assert isinstance(routed["data"], memoryview)

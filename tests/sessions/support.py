@@ -112,7 +112,7 @@ class Owner:
         return int((await self.read(session))["num_turns"])
 
 
-def agent_of(session: dict[str, Any], **options: Any) -> openai.AsyncOpenAI:
+def agent_of(session: dict[str, Any], **options: Any) -> "openai.AsyncOpenAI":
     """Return an unchanged client of OpenAI for a session."""
     return openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"], **{"max_retries": 0, **options})
 

@@ -42,7 +42,7 @@ async def two_services(nats_url: str, fleet: str, folder: Path) -> AsyncIterator
         yield http, owner, other
 
 
-async def begin(agent: openai.AsyncOpenAI, **fields: Any) -> Any:
+async def begin(agent: "openai.AsyncOpenAI", **fields: Any) -> Any:
     """Return the stream of a turn that has begun."""
     events = await agent.chat.completions.create(**ASKED, **fields, stream=True)
     async for event in events:
