@@ -2,9 +2,7 @@
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollbus.schemas.errors import EngineDead
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.names import FIRST, NAMES, PAST, check_names
 from tests.engine.vllm_contract.contract import CONTRACT, OTHERS
 from tests.engine.vllm_contract.sources import find_gaps, release_in
@@ -271,25 +270,23 @@ def test_the_check_names_exactly_the_parts_that_a_doctored_release_lacks(
     assert gap in gaps[0]
 
 
-@pytest.mark.slow
-def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> None:
+@pytest.mark.vllm
+async def test_an_engine_does_not_start_with_a_doctored_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The start fails. The message names the release and the missing parts."""
     folder = doctored_vllm(tmp_path, "v1/engine/core_client.py", "self.outputs_queue", "self.out_queue")
-    program = (
-        "import asyncio\n"
-        "from rollbus.workers.engines.vllm.engine import VllmEngine\n"
-        "try:\n    asyncio.run(VllmEngine('/model').start())\n"
-        "except Exception as exc:\n    print(type(exc).__name__, exc)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
-
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    name = "vllm.v1.engine.core_client"
+    doctored = importlib.util.spec_from_file_location(name, folder / "v1/engine/core_client.py")
+    monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(doctored))
+    doctored.loader.exec_module(sys.modules[name])
+    told = (
+        f"vLLM {release_in(folder)} lacks parts that the rollbus worker uses: "
+        "vllm.v1.engine.core_client.AsyncMPClient has no 'outputs_queue'; allowed: 0.30 to 0.33"
     )
 
-    told = done.stdout.splitlines()[-1]
-    assert told.startswith(f"EngineDead vLLM {release_in(folder)} lacks parts that the rollbus worker uses: ")
-    assert "vllm.v1.engine.core_client.AsyncMPClient has no 'outputs_queue'; allowed: 0.30 to 0.33" in told
+    with pytest.raises(EngineDead, match=re.escape(told)):
+        await VllmEngine("/model").start()
 
 
 def test_a_start_checks_each_name_of_all_releases() -> None:
@@ -300,7 +297,7 @@ def test_a_start_checks_each_name_of_all_releases() -> None:
     assert {where: names for where, names in unchecked.items() if names} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("release", "outcome"), [("0.29.1", "refused"), ("0.33.2", None), ("0.34.0rc1", "logged"), ("1.0.0", "logged")]
 )
