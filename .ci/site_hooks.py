@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import griffe
 import mmdr
 from mkdocs.structure.files import File, Files, InclusionLevel
 
@@ -152,19 +151,16 @@ def with_diagrams(markdown: str) -> str:
     return MERMAID.sub(draw, markdown)
 
 
-def on_config(config: Any) -> Any:
-    """Check the public names."""
-    for problem in undocumented():
+def on_env(env: Any, config: Any, **_: Any) -> Any:
+    """Check the public names in the modules that mkdocstrings has read for the pages."""
+    python = config.plugins["mkdocstrings"].get_handler("python")
+    for problem in undocumented(python.collect("rollbus", python.get_options({}))):
         log.warning(problem)
-    return config
+    return env
 
 
-def undocumented() -> list[str]:
+def undocumented(package: Any) -> list[str]:
     """Return one sentence for each public name without a docstring, and for each that no API page has."""
-    extensions = griffe.load_extensions(str(ROOT / ".ci/griffe_docstrings.py"))
-    package = griffe.load(
-        "rollbus", search_paths=[ROOT / "src"], resolve_aliases=True, allow_inspection=False, extensions=extensions
-    )
     shown: set[str] = set()
     for page in sorted((DOCS / "api").glob("*.md")):
         shown |= set(DIRECTIVE.findall(page.read_text()))
