@@ -89,9 +89,9 @@ def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("client")
     copy_stage("wheel", folder)
-    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-    pip = (folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, folder / "src", cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "venv/bin/python", "--disable-pip-version-check")
+    run(*pip, "install", "--quiet", "--no-compile", folder / "src", cwd=folder)
     return folder / "venv" / "bin"
 
 
