@@ -15,7 +15,7 @@ counted. The time that C code takes is not visible: `python -m bench --compare C
 `instructions.json` has the figures of this commit. `--check` fails if instructions differ by more than 3 %, or C calls
 by more than 5 %, and `--record` writes the file. `--functions` prints the functions with most instructions. `--costs`
 prints the instructions of each feature in all threads: those between call and return of its functions (`FEATURES`), and
-the checks for spans.
+the checks for spans. Each way fails if no function of a feature ran.
 """
 
 import argparse
@@ -424,15 +424,16 @@ def differences(counts: Mapping[str, Mapping[str, float]], recorded: Mapping[str
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure, and check or record the figures."""
     measured = asyncio.run(measure(args.rounds))
-    if args.costs:
-        work_of_threads = [costs(measured, thread, 0) for thread in THREADS]
-        for feature in (*FEATURES, ""):
-            cost_of = Counter[str]()
-            for work, cost in (item for works in work_of_threads for item in works.items()):
-                cost_of[work] += round(sum(n for (_, its), n in cost.items() if feature in {its, ""}))
-            if not cost_of.total():
-                sys.exit(f"no function of {feature!r} ran; expected those of FEATURES in {__file__}")
+    work_of_threads = [costs(measured, thread, 0) for thread in THREADS]
+    for feature in (*FEATURES, ""):
+        cost_of = Counter[str]()
+        for work, cost in (item for works in work_of_threads for item in works.items()):
+            cost_of[work] += round(sum(n for (_, its), n in cost.items() if feature in {its, ""}))
+        if not cost_of.total():
+            sys.exit(f"no function of {feature!r} ran; expected those of FEATURES in {__file__}")
+        if args.costs:
             report.add(feature=feature or "everything", **cost_of)
+    if args.costs:
         return
     counts: dict[str, dict[str, float]] = {}
     for thread in THREADS:
