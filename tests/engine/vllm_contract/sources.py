@@ -27,7 +27,7 @@ class _Place:
 
 
 class ModuleSources:
-    """The modules below the folder of the package `vllm`; parses each module once.
+    """The modules below the folder of the package `vllm`.
 
     Args:
         folder: folder of the package.
@@ -111,8 +111,14 @@ class ModuleSources:
         """Return the names bound at the top level of a module, also under conditions."""
         if module not in self._modules:
             path = self._path(module)
-            self._modules[module] = None if path is None else dict(_bound(ast.parse(path.read_text()).body))
+            self._modules[module] = None if path is None else _names_in(path.resolve())
         return self._modules[module]
+
+
+@functools.cache
+def _names_in(file: Path) -> dict[str, ast.AST]:
+    """Return the names bound at the top level of a file, of which doctored releases share most by links."""
+    return dict(_bound(ast.parse(file.read_text()).body))
 
 
 class _Class:
