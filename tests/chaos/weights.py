@@ -41,7 +41,7 @@ from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until_true
 
-ENGINE = SyntheticConfig(step_s=0.003, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
+ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
 """Loads and canaries take long enough for a fault to hit them."""
 NUM_STREAMS = 2
 """Number of streams that are in flight during the whole run."""
