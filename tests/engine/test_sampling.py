@@ -376,7 +376,7 @@ def test_tokens_of_small_steps_are_ranked_and_drawn_without_compiler(monkeypatch
         draws.append(draw(torch.tensor([[-torch.inf, 1.0, 0.0]]).expand(50_000, 3)))
     counts = torch.bincount(draws[0], minlength=3) / 50_000
     corrections._generator.cache_clear()
-    monkeypatch.setattr(np, "random", SimpleNamespace(default_rng=lambda _seed: Zeros()))
+    monkeypatch.setattr(corrections, "_generator", lambda: SimpleNamespace(standard_exponential=np.zeros))
 
     expected = compiled._torchdynamo_orig_callable(logprobs, chosen)
     ranks = sampler.batched_count_greater_than(logprobs, chosen)
@@ -391,12 +391,3 @@ def test_tokens_of_small_steps_are_ranked_and_drawn_without_compiler(monkeypatch
     sampler.batched_count_greater_than(torch.zeros(2, MAX_COUNTED), torch.zeros(2, 1))
     draw(torch.zeros(2, MAX_DRAWN))
     assert is_compiled == ["batched_count_greater_than", "compiled_random_sample"]
-    corrections._generator.cache_clear()
-
-
-class Zeros:
-    """A generator whose noise is always 0."""
-
-    def standard_exponential(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """Return zeros."""
-        return np.zeros(shape, dtype)
