@@ -74,8 +74,7 @@ def run_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The worker's engine core is forked from the same server. By default a forked process starts another server, which
     # imports vLLM again.
-    for module in (forkserver, forkserver._forkserver):
-        module.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     if NOTES in os.environ:
         # This import loads the engine's module, as the worker does anyway.
         from tests.support.noted_steps import note_steps
