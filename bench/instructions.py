@@ -424,10 +424,10 @@ def differences(counts: Mapping[str, Mapping[str, float]], recorded: Mapping[str
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure, and check or record the figures."""
     measured = asyncio.run(measure(args.rounds))
-    work_of_threads = [costs(measured, thread, 0) for thread in THREADS]
+    works = [item for thread in THREADS for item in costs(measured, thread, 0).items()]
     for feature in (*FEATURES, ""):
         cost_of = Counter[str]()
-        for work, cost in (item for works in work_of_threads for item in works.items()):
+        for work, cost in works:
             cost_of[work] += round(sum(n for (_, its), n in cost.items() if feature in {its, ""}))
         if not cost_of.total():
             sys.exit(f"no function of {feature!r} ran; expected those of FEATURES in {__file__}")
@@ -437,12 +437,11 @@ def run(args: argparse.Namespace, report: Report) -> None:
         return
     counts: dict[str, dict[str, float]] = {}
     for thread in THREADS:
-        each = [costs(measured, thread, kind) for kind in range(len(COUNTS))]
-        for work in each[0]:
-            totals = [round(sum(one[work].values()), 1) for one in each]
-            counts[f"{work} {thread}"] = dict(zip(COUNTS, totals, strict=True))
-            report.add(work=work, thread=thread, **spreads([counts[f"{work} {thread}"]]))
-            write_functions(each[0][work], args.functions)
+        each = {name: costs(measured, thread, kind) for kind, name in enumerate(COUNTS)}
+        for work, functions in each["instructions"].items():
+            total = counts[f"{work} {thread}"] = {name: round(sum(one[work].values()), 1) for name, one in each.items()}
+            report.add(work=work, thread=thread, **spreads([total]))
+            write_functions(functions, args.functions)
     if args.record:
         RECORDED.write_text(json.dumps({"libraries": LIBRARIES, "counts": counts}, indent=1) + "\n")
     elif args.check:

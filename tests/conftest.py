@@ -32,14 +32,9 @@ class Unloaded(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name != "__path__":
             raise AttributeError(name)
-        return getattr(load(self.__name__), name)
-
-
-def load(name: str) -> types.ModuleType:
-    """Import a client, unless it is loaded."""
-    if isinstance(sys.modules[name], Unloaded):
-        del sys.modules[name]
-    return importlib.import_module(name)
+        if sys.modules[self.__name__] is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 for name in CLIENTS:
@@ -163,7 +158,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Load clients here, because two threads may not do it. Skip tests of routed experts if vLLM returns none."""
     for name in CLIENTS:
         if isinstance(item, pytest.Function) and name in vars(item.module):
-            load(name)
+            hasattr(sys.modules[name], "__path__")
     if item.get_closest_marker("routing") is not None:
         # This import loads vLLM, as the marked tests do anyway.
         from tests.support.vllm_engine import no_routing_here

@@ -35,7 +35,6 @@ class ModuleSources:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._modules: dict[str, dict[str, ast.AST] | None] = {}
 
     def gaps(self, need: Need) -> Iterator[str]:
         """Yield the gaps of one need, one short text each."""
@@ -109,10 +108,8 @@ class ModuleSources:
 
     def _names(self, module: str) -> dict[str, ast.AST] | None:
         """Return the names bound at the top level of a module, also under conditions."""
-        if module not in self._modules:
-            path = self._path(module)
-            self._modules[module] = None if path is None else _names_in(path.resolve())
-        return self._modules[module]
+        path = self._path(module)
+        return None if path is None else _names_in(path.resolve())
 
 
 @functools.cache
