@@ -206,12 +206,12 @@ def fork_from_server() -> Iterator[None]:
 
     This has no effect on what this release of vLLM starts in another way.
     """
-    from vllm.model_executor.models import registry
-    from vllm.v1.engine import utils
-
     if not _is_for_cpus():
         yield
         return
+    from vllm.model_executor.models import registry
+    from vllm.v1.engine import utils
+
     for module, name, forking in (
         (utils, "get_mp_context", _fork_server),
         (registry, "_run_in_subprocess", _run_in_fork),
