@@ -4,6 +4,7 @@ import asyncio
 import itertools
 
 import pytest
+from msgspec.structs import asdict
 
 import rollbus
 from rollbus.bus.queue.streams import RESUME_SHARE, QueueLimits, bounds_of_stream, ensure_queue, queue_depths
@@ -105,7 +106,7 @@ async def test_a_client_that_floods_gets_all_its_results(nats_url: str, fleet: s
 @pytest.mark.proves("P44")
 def test_every_lane_of_a_stream_has_a_bound_for_each_client() -> None:
     """Every lane has a limit for each client. The lane of resumed requests has four times the share of other lanes."""
-    bounds = {lane: bounds_of_stream(lane, {"max_per_client": SHARE}) for lane in LANES}
+    bounds = {lane: bounds_of_stream(lane, asdict(LIMITS)) for lane in LANES}
 
     assert {lane: bound["max_msgs_per_subject"] for lane, bound in bounds.items()} == {
         "resume": 4 * SHARE,

@@ -182,6 +182,16 @@ def test_a_killed_evaluation_is_continued(place: Place) -> None:
     assert scores[0] == pytest.approx(sum(result["num_passed"] / 8 for result in found) / 80, abs=1e-3)
 
 
+def test_an_evaluation_without_a_task_file_creates_the_file(place: Place) -> None:
+    """Without a task file, the evaluation creates one."""
+    said = place.run(
+        "evaluate", "--nats", place.nats, "--tasks", "made.jsonl", "--results", "of-made.jsonl", "--steps", "2"
+    )
+
+    assert len((place.folder / "made.jsonl").read_text().splitlines()) == 20
+    assert "pass@8 of 2 tasks: " in said
+
+
 def test_the_http_example_returns_tokens_and_experts(place: Place) -> None:
     """The HTTP example runs a chat and two turns in token ids with contiguous rows."""
     said = place.run("http_openai", "--http", place.http, "--steps", "2")

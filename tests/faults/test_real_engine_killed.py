@@ -17,6 +17,7 @@ from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.schemas.messages import decode_presence
 from tests.support.fleet import check_generation
 from tests.support.nats_server import opened
+from tests.support.processes import becomes_true, is_alive
 from tests.support.real_fleet import RealWorkers
 from tests.support.requests import assert_same
 from tests.support.waits import SOON_S, until
@@ -72,14 +73,20 @@ def unforked_workers(nats_url: str, tiny_moes: tuple[Path, Path]) -> Iterator[Re
 
 @pytest.mark.proves("P2")
 async def test_another_worker_finishes_the_request_of_a_killed_worker(nats_url: str, real_workers: RealWorkers) -> None:
-    """After kill -9 of a worker, another worker completes its request with undisturbed tokens and experts."""
+    """After kill -9 of a worker, another worker completes its request with undisturbed tokens and experts.
+
+    No process of the killed worker remains.
+    """
     sampling = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
     request = GenerateRequest(prompt_token_ids=range(11, 61), sampling=sampling)
     pair = await real_workers.have(2)
     async with rollbus.connect(nats_url, fleet=real_workers.fleet) as rb, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request))
         # A state of the fleet takes as long as a fast machine takes for the request.
-        pair[await busy_worker(nats_url, real_workers.fleet)].kill()
+        victim = pair[await busy_worker(nats_url, real_workers.fleet)]
+        # The engine cores of forked workers are children of the fork server.
+        cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+        victim.kill()
         disturbed = await completing
         undisturbed = await rb.complete(request)
 
@@ -87,6 +94,8 @@ async def test_another_worker_finishes_the_request_of_a_killed_worker(nats_url: 
     assert sorted(disturbed.worker_ids) == sorted(pair)
     check_generation(disturbed, request)
     assert_same(disturbed, undisturbed)
+    assert victim.wait(SOON_S) is not None
+    assert await asyncio.to_thread(becomes_true, lambda: sum(is_alive(core.pid) for core in cores) == len(cores) - 1)
 
 
 @pytest.mark.proves("P71")
