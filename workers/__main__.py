@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import uvloop
 from msgspec.structs import replace
@@ -33,7 +33,7 @@ from ..schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequ
 from ..schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, add_options, check_start
 from ..schemas.presence import WorkerPresence
 from .config import WorkerConfig, default_cache_dir, default_worker_id
-from .engines import make_engine
+from .engines import make_engine, preload
 from .engines.engine import Engine
 from .lifecycle import wait_until_free
 from .local_socket import listen_locally
@@ -155,6 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             listening = [] if args.probe is None else [(listen(args.probe), False)]
             if args.socket is not None:
                 listening.append((until_ended.enter_context(listen_locally(args.socket)), True))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, partial(_end_early, config.worker_id))
+            preload(args.engine, _resolve_model(args.model))
             uvloop.run(_run(config, make_worker, tracing, args, listening))
     except InvalidRequest as exc:
         return _report_failure(RollbusError(exc.message), 2)
@@ -163,6 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RollbusError as exc:
         return _report_failure(exc)
     return 0
+
+
+def _end_early(worker_id: str, *_signal: object) -> NoReturn:
+    """End the process while it imports the engine's modules. An exception could be caught by one of them."""
+    logger.info("worker.start_cancelled worker=%s", worker_id)
+    os._exit(0)
 
 
 def _report_failure(error: RollbusError, exit_code: int = 1) -> int:

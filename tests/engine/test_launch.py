@@ -327,12 +327,20 @@ def test_with_vllm_for_gpus_no_preloaded_process_starts(
 ) -> None:
     """With vLLM for GPUs or without vLLM, no preloaded process starts."""
     begun: list[bool] = []
+    imported: list[bool] = []
+
+    def import_core() -> None:
+        imported.append(True)
+        raise ZeroDivisionError
+
     monkeypatch.setattr(processes, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
     for name in processes.READ_ON_IMPORT:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(forkserver, "ensure_running", lambda: begun.append(True))
     monkeypatch.setattr(multiprocessing.get_context("forkserver"), "set_forkserver_preload", lambda _names: None)
+    monkeypatch.setattr(processes, "import_core", import_core)
 
     processes.begin_preload()
+    processes.preload()
 
-    assert begun == [True] * is_begun
+    assert begun == imported == [True] * is_begun

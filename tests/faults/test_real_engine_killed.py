@@ -17,7 +17,7 @@ from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.schemas.messages import decode_presence
 from tests.support.fleet import check_generation
 from tests.support.nats_server import opened
-from tests.support.processes import becomes_true, is_alive
+from tests.support.processes import becomes_true
 from tests.support.real_fleet import RealWorkers
 from tests.support.requests import assert_same
 from tests.support.waits import SOON_S, until
@@ -84,8 +84,7 @@ async def test_another_worker_finishes_the_request_of_a_killed_worker(nats_url: 
         completing = tasks.create_task(rb.complete(request))
         # A state of the fleet takes as long as a fast machine takes for the request.
         victim = pair[await busy_worker(nats_url, real_workers.fleet)]
-        # The engine cores of forked workers are children of the fork server.
-        cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+        family = victim.children(recursive=True)
         victim.kill()
         disturbed = await completing
         undisturbed = await rb.complete(request)
@@ -95,17 +94,25 @@ async def test_another_worker_finishes_the_request_of_a_killed_worker(nats_url: 
     check_generation(disturbed, request)
     assert_same(disturbed, undisturbed)
     assert victim.wait(SOON_S) is not None
-    assert await asyncio.to_thread(becomes_true, lambda: sum(is_alive(core.pid) for core in cores) == len(cores) - 1)
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, family, SOON_S)
+    assert len(gone) >= 2  # Its fork server and its engine core.
+    assert alive == []
 
 
 @pytest.mark.proves("P71")
 async def test_requests_of_a_killed_engine_core_fail_with_engine_dead(
     nats_url: str, unforked_workers: RealWorkers
 ) -> None:
-    """If the engine core dies, its requests fail with `engine_dead`, and the worker exits with a non-zero code."""
+    """If the engine core dies, its requests fail with `engine_dead`, and the worker exits with a non-zero code.
+
+    The core's parent is a fork of the worker, without the worker's connection.
+    """
     (worker,) = (await unforked_workers.have(1)).values()
     children = worker.children(recursive=True)
     core = next(child for child in children if "EngineCore" in child.name() + " ".join(child.cmdline()))
+    server = core.parent()
+    assert server.parent() == worker
+    assert [len(process.net_connections("inet")) for process in (worker, server)] == [1, 0]
     async with rollbus.connect(nats_url, fleet=unforked_workers.fleet, worker_grace_s=0.1) as rb:
         await rb.fleet.wait_for_workers()
         error = await failure_of_stream(rb, core)
@@ -114,3 +121,17 @@ async def test_requests_of_a_killed_engine_core_fail_with_engine_dead(
     assert await asyncio.to_thread(worker.wait, SOON_S) == 1
     _, alive = psutil.wait_procs(children, timeout=SOON_S)
     assert alive == []
+
+
+async def test_a_signal_during_the_import_of_vllm_ends_the_worker(unforked_workers: RealWorkers) -> None:
+    """A worker that still imports vLLM exits with 0 at a signal."""
+    name = unforked_workers.add()
+    worker = unforked_workers.living[name]
+
+    def imports() -> bool:
+        return any("libtorch_cpu" in mapped.path for mapped in worker.memory_maps())
+
+    assert await asyncio.to_thread(becomes_true, imports)
+    worker.terminate()
+
+    assert await asyncio.to_thread(worker.wait, SOON_S) == 0

@@ -11,7 +11,6 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -72,9 +71,6 @@ def run_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> None
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The worker's engine core is forked from the same server. By default a forked process starts another server, which
-    # imports vLLM again.
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     if NOTES in os.environ:
         # This import loads the engine's module, as the worker does anyway.
         from tests.support.noted_steps import note_steps

@@ -39,3 +39,13 @@ def make_engine(name: str, model: str, engine_args: Mapping[str, Any], role: Wor
     if name not in ENGINES:
         raise InvalidRequest("engine", f"is {name!r}", ", ".join(ENGINES))
     return ENGINES[name](model, engine_args, role)
+
+
+def preload(name: str, model: str) -> None:
+    """Import what the engine `name` needs into this process, which has no other thread yet. This may take seconds."""
+    if name == "vllm":
+        from .vllm.launch import set_environment
+        from .vllm.processes import preload as preload_vllm
+
+        set_environment(model, None)
+        preload_vllm()

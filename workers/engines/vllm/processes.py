@@ -9,11 +9,13 @@ model:
 - With several engines on one machine, vLLM binds each of them to the same first cores.
 
 By default, vLLM spawns an engine core after the worker has imported vLLM. The engine core then imports vLLM again,
-which is half of the start time of a small model. So on a CPU the engine core is forked from a process that imports vLLM
-in advance, while the worker's process imports it too. On GPUs, vLLM itself forks engine cores if it can. The process is
-the fork server of the standard library (`multiprocessing.forkserver`). Forking it is safe, because it has one thread
-and computes nothing. It ends with the worker's process. The first engine with a class of models also starts a process
-that inspects the class, which vLLM then keeps in its cache: it is forked too.
+which is half of the start time of a small model. So on a CPU the engine core is forked from a process that has imported
+vLLM. On GPUs, vLLM itself forks engine cores if it can. The process is the fork server of the standard library
+(`multiprocessing.forkserver`). Forking it is safe, because it has one thread and computes nothing. It ends with the
+worker's process. A worker's process imports vLLM before it starts threads, and forks the fork server from itself
+(`preload`): one import for both, and one copy of its 450 MB. In any other process, the fork server imports vLLM itself,
+while that process imports it too (`begin_preload`). The first engine with a class of models also starts a process that
+inspects the class, which vLLM then keeps in its cache: it is forked too.
 """
 
 import atexit
@@ -21,21 +23,24 @@ import contextlib
 import copyreg
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import select
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from ....schemas.errors import ForeignError, foreign_code
 from . import corrections, plugin
 
 if TYPE_CHECKING:
@@ -187,6 +192,68 @@ def _end_with(owner_pid: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def preload() -> None:
+    """Import vLLM into this process and fork the fork server from it, unless vLLM runs on GPUs. This takes seconds.
+
+    Call this while the process has one thread. The fork server gets the current environment, and keeps no other open
+    file than the standard ones. An error of the import is no error here: the start of the engine reports it.
+    """
+    if not _is_for_cpus():
+        return
+    os.environ.update(READ_ON_IMPORT)
+    try:
+        with foreign_code():
+            import_core()
+    except ForeignError:
+        return
+    resource_tracker.ensure_running()
+    server: Any = forkserver._forkserver
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        listener.listen()
+        alive, keeps_alive = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _serve_forks(listener.fileno(), alive)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, keeps_alive, pid
+
+
+def _serve_forks(listener: int, alive: int) -> NoReturn:
+    """Be the fork server until the other end of the pipe `alive` is closed."""
+    try:
+        for before, after in itertools.pairwise((2, *sorted((listener, alive)), os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(before + 1, after)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        isolate()
+        forkserver.main(listener, alive, [])
+    finally:
+        os._exit(0)
+
+
+def import_core() -> None:
+    """Import the modules of an engine core, and exclude their objects from garbage collection.
+
+    Most of these objects stay, so the collector need not scan them, here or in a forked process.
+    """
+    gc.disable()
+    try:
+        import vllm.v1.engine.core
+        import vllm.v1.executor.uniproc_executor
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def isolate() -> None:
+    """Leave a Ctrl-C and the stdout of the terminal to the worker's process, whose stdout programs read."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The imported modules may print.
+    os.dup2(2, 1)
 
 
 def begin_preload() -> None:
