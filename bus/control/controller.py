@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar, cast
 
@@ -382,11 +382,9 @@ class Controller:
         known: tuple[str, ...] = ()
         if needs_known_models(command):
             known = await self.store.known_models(await self._live_models(), await self.store.models())
-        try:
+        with suppress(NoWorkers, InvalidRequest):
             if not is_fresh:
                 return workers_that_must_ack(await self._watcher.known_workers(), command, known)
-        except (NoWorkers, InvalidRequest):
-            pass
         return workers_that_must_ack(await self._watcher.ping_workers(), command, known)
 
     async def known_workers(self) -> tuple[WorkerPresence, ...]:

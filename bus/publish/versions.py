@@ -155,12 +155,7 @@ class VersionStore:
         place = "versions" if adapter is None else f"adapters/{encode_token(adapter)}"
         objects = f"{key.bucket}/{place}/{version}-{epoch}-{uuid.uuid4().hex[:8]}"
         opened = OpenedVersion(
-            objects=objects,
-            version=version,
-            epoch=epoch,
-            adapter=adapter,
-            has_delta=has_delta,
-            has_anchor=has_anchor,
+            objects=objects, version=version, epoch=epoch, adapter=adapter, has_delta=has_delta, has_anchor=has_anchor
         )
         publication = Publication(self, key, opened)
         self.publications.add(publication)

@@ -388,13 +388,7 @@ def _route_name(field: str, names: Mapping[str, str]) -> str:
 
 @contextmanager
 def server_span(
-    tracer: Tracer,
-    request: Request,
-    route: str,
-    seen: HttpRequestRecord,
-    given: GivenTrace | None,
-    *,
-    is_trusted: bool,
+    tracer: Tracer, request: Request, route: str, seen: HttpRequestRecord, given: GivenTrace | None, *, is_trusted: bool
 ) -> Iterator[GivenTrace]:
     """Trace a request until its answer is sent. Yield what it forwards.
 

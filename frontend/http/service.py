@@ -548,11 +548,7 @@ class Service:
         return found | {turn.request.wire_id: turn.request.request_id for turn in meant}
 
     async def stream(
-        self,
-        request: Request,
-        events: AsyncGenerator[bytes, None],
-        headers: dict[str, str],
-        ending: StreamEnd,
+        self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str], ending: StreamEnd
     ) -> EventStream:
         """Start a stream after its first event, because an error before that event sets the HTTP status."""
         try:

@@ -25,10 +25,7 @@ async def test_an_abort_ends_a_running_request_with_its_tokens_so_far(one_worker
 
     `complete` returns the tokens so far.
     """
-    async with (
-        one_worker(config=SLOW) as (rb, _, engine),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with one_worker(config=SLOW) as (rb, _, engine), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(sized(max_tokens=ENDLESS, request_id="whole")))
         async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS, request_id="stream"))) as stream:
             # Longer than the worker batches the tokens of the other request.
@@ -55,10 +52,7 @@ async def test_an_abort_ends_a_queued_request_immediately(one_worker: StartServe
     The worker that pulls the request later drops it.
     """
     config = SyntheticConfig(step_s=0.001, max_num_seqs=1, max_model_len=10_000_000)
-    async with (
-        one_worker(config=config) as (rb, _, engine),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with one_worker(config=config) as (rb, _, engine), asyncio.TaskGroup() as tasks:
         async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS))) as stream:
             await anext(stream)
             waiting = [tasks.create_task(rb.complete(sized(request_id=f"w{i}"))) for i in range(5)]

@@ -106,10 +106,7 @@ async def test_the_memory_of_an_unread_stream_is_bounded_by_its_request(one_work
 
     The stream delays no other request, and its memory then stays constant.
     """
-    async with (
-        one_worker() as (rb, worker, _),
-        contextlib.aclosing(rb.generate(sized(3, 2000))) as stream,
-    ):
+    async with one_worker() as (rb, worker, _), contextlib.aclosing(rb.generate(sized(3, 2000))) as stream:
         first = await anext(stream)
         other = await rb.complete(sized(max_tokens=2500))
         while worker.presence().in_flight or worker.presence().held_bytes:

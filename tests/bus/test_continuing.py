@@ -146,11 +146,7 @@ def test_an_ended_or_mismatching_generation_cannot_be_continued() -> None:
     It also rejects a generation of which only the tokens show that it ended normally.
     """
     asked = request(stop_token_ids=[7])
-    for generation in (
-        ended(asked, 5, reason=FinishReason.STOP),
-        ended(asked, *range(9)),
-        ended(asked, 5, 7),
-    ):
+    for generation in (ended(asked, 5, reason=FinishReason.STOP), ended(asked, *range(9)), ended(asked, 5, 7)):
         with pytest.raises(InvalidRequest, match="generation ended normally"):
             asked.continuing(generation)
     with pytest.raises(

@@ -67,11 +67,7 @@ async def test_weights_are_checked_recorded_and_applied(nats_url: str, fleet: st
 
 @pytest.mark.proves("P22", "P78")
 @pytest.mark.parametrize(
-    "answer",
-    [
-        failed(ControlCode.PATH_REFUSED, "/etc is not below an allowed root"),
-        {"status": AckStatus.UNSUPPORTED},
-    ],
+    "answer", [failed(ControlCode.PATH_REFUSED, "/etc is not below an allowed root"), {"status": AckStatus.UNSUPPORTED}]
 )
 async def test_an_update_whose_check_fails_at_one_worker_is_not_recorded(
     nats_url: str, fleet: str, answer: dict[str, Any]

@@ -56,10 +56,7 @@ async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet:
 
     Whole results need fewer frames.
     """
-    async with (
-        observing(nats_url, fleet) as observer,
-        one_worker(config=SyntheticConfig(step_s=0.002)) as (rb, *_),
-    ):
+    async with observing(nats_url, fleet) as observer, one_worker(config=SyntheticConfig(step_s=0.002)) as (rb, *_):
         async with asyncio.TaskGroup() as tasks:
             whole = {wish: tasks.create_task(rb.complete(request_of(wish))) for wish in WISHES}
             streams = {wish: tasks.create_task(all_of(rb.generate(request_of(wish)))) for wish in WISHES}

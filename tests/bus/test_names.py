@@ -318,12 +318,7 @@ async def test_a_worker_rejects_a_queued_request_beyond_its_lag(nats_url: str, f
         await client.until_ended("old", "fresh", "resumed", "unknown")
 
     errors = {name: client.error_of(name) for name in ("old", "fresh", "resumed", "unknown")}
-    assert errors == {
-        "old": ErrorCode.TOO_STALE,
-        "fresh": None,
-        "resumed": None,
-        "unknown": ErrorCode.INVALID_REQUEST,
-    }
+    assert errors == {"old": ErrorCode.TOO_STALE, "fresh": None, "resumed": None, "unknown": ErrorCode.INVALID_REQUEST}
 
 
 async def test_an_attempt_without_output_contains_the_target_version(nats_url: str, fleet: str) -> None:

@@ -389,10 +389,7 @@ async def test_all_fetches_of_a_reader_share_the_rate(nats_url: str, tmp_path: P
     assert files_in(tmp_path / "into") == files_in(source)
 
 
-@given(
-    st.integers(1, 10**9),
-    st.lists(st.tuples(st.integers(1, 10**7), st.floats(0, 2)), min_size=1, max_size=50),
-)
+@given(st.integers(1, 10**9), st.lists(st.tuples(st.integers(1, 10**7), st.floats(0, 2)), min_size=1, max_size=50))
 def test_a_token_bucket_keeps_its_rate(rate: int, steps: list[tuple[int, float]]) -> None:
     """With any pauses of its users, a token bucket lets at most its rate and one burst pass."""
     now = 0.0

@@ -92,10 +92,7 @@ async def scripted_workers(
     nats_url: str, fleet: str, *, free_slots: int = 8, has_backlog: bool = True, **options: Any
 ) -> AsyncIterator[ScriptedWorkers]:
     """Start two scripted workers that accept siblings, and a client with these options that knows them."""
-    async with (
-        worker_by_hand(nats_url, fleet, "a") as a,
-        worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
-    ):
+    async with worker_by_hand(nats_url, fleet, "a") as a, worker_by_hand(nats_url, fleet, "b", pulls=False) as b:
         for worker in (a, b):
             worker.free_slots, worker.reads_siblings, worker.has_backlog = free_slots, True, has_backlog
         async with rollbus.connect(nats_url, fleet=fleet, client="me", **options) as rb, asyncio.timeout(SOON_S):

@@ -43,11 +43,7 @@ def manifest_of(publication: Publication, tensors: list[TensorEntry]) -> Manifes
 @contextlib.asynccontextmanager
 async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, str, list[VersionStore]]]:
     """Open this number of stores, of which the first has the lease. Yield the connection, the bucket and the stores."""
-    async with (
-        opened(nats_url) as nats,
-        versions_bucket(nats) as (fleet, bucket),
-        contextlib.AsyncExitStack() as stack,
-    ):
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket), contextlib.AsyncExitStack() as stack:
         stores = [
             await stack.enter_async_context(opened_store(nats_url, fleet, with_lease=not rank)) for rank in range(count)
         ]

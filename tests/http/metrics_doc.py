@@ -44,12 +44,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
                 or of_workers.get(family.name, ())
             )
             name = family.name + EXPORTED.get(family.type, "")
-            yield (
-                name,
-                family.type,
-                ", ".join(f"`{label}`" for label in labels),
-                family.documentation,
-            )
+            yield (name, family.type, ", ".join(f"`{label}`" for label in labels), family.documentation)
 
 
 def with_table(text: str) -> str:

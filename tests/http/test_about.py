@@ -83,10 +83,7 @@ def test_engines_that_agree_have_one_parallel_config() -> None:
 
 async def test_one_model_is_retrieved(control: Control) -> None:
     """`models.retrieve` of the OpenAI client finds names with slashes, and an unknown model is a `NotFoundError`."""
-    async with (
-        control(models=("org/model-1.5",)) as c,
-        client_of(c.http) as client,
-    ):
+    async with control(models=("org/model-1.5",)) as c, client_of(c.http) as client:
         found = await client.models.retrieve("org/model-1.5")
         [listed] = (await client.models.list()).data
         with pytest.raises(openai.NotFoundError, match=r"'org/other' is unknown; allowed: org/model-1\.5"):

@@ -49,12 +49,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {
         {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
         "sampling_params.",
     ),
-    "SkyRL": (
-        SkyrlBody,
-        "/skyrl/v1/generate",
-        {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
-        "",
-    ),
+    "SkyRL": (SkyrlBody, "/skyrl/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}, ""),
     "Tokenize": (TokenizeBody, "/v1/tokenize", {"prompt": "the"}, ""),
     "Detokenize": (DetokenizeBody, "/v1/detokenize", {"tokens": [5]}, ""),
 }

@@ -14,13 +14,7 @@ from starlette.requests import Request
 import rollbus
 from rollbus.frontend.http import Settings, metrics
 from rollbus.frontend.http.calls import Admission
-from rollbus.frontend.http.metrics import (
-    MAX_VERSIONS,
-    FleetCollector,
-    GenerationTimer,
-    HttpRequestRecord,
-    Metrics,
-)
+from rollbus.frontend.http.metrics import MAX_VERSIONS, FleetCollector, GenerationTimer, HttpRequestRecord, Metrics
 from rollbus.frontend.http.service import Service
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import ClientState

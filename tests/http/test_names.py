@@ -73,10 +73,7 @@ async def test_a_request_never_gets_the_tokens_of_another_model(serve_fleet: Ser
 async def test_the_default_model_answers_requests_without_a_name(serve_fleet: Serve, nats_url: str, fleet: str) -> None:
     """With `--default-model`, a request without a name goes to that model, whatever other models the fleet has."""
     settings = Settings(default_model="b")
-    async with (
-        synthetic_worker(nats_url, fleet, worker_id="wa", model="a"),
-        serve_fleet(settings) as http,
-    ):
+    async with synthetic_worker(nats_url, fleet, worker_id="wa", model="a"), serve_fleet(settings) as http:
         await http.own.fleet.wait_for_workers()
         async with synthetic_worker(nats_url, fleet, worker_id="wb", model="b"):
             await http.own.fleet.wait_for_workers(model="b")
@@ -255,10 +252,7 @@ async def test_an_admin_lists_requests(serve: Serve) -> None:
 
     The data token is refused.
     """
-    async with (
-        serve(settings=TOKENS, config=SLOW) as http,
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with serve(settings=TOKENS, config=SLOW) as http, asyncio.TaskGroup() as tasks:
         with pytest.raises(RequestRejected):
             await http.rb.complete(short("wrong", lora="missing"))
         stream = await start_stream(tasks, http.rb, endless("a request / 1"))

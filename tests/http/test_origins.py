@@ -197,10 +197,7 @@ def test_addresses_and_localhost_are_allowed(host: str) -> None:
 
 def test_a_chunked_body_requires_the_json_media_type() -> None:
     """A chunked body requires the JSON media type, and several Content-Type headers count as none."""
-    for headers in (
-        {"transfer-encoding": "chunked"},
-        {"content-length": "1", "content-type": "application/jsonp"},
-    ):
+    for headers in ({"transfer-encoding": "chunked"}, {"content-length": "1", "content-type": "application/jsonp"}):
         with pytest.raises(HttpError, match="415 unsupported_media_type"):
             check_media_type(Headers(headers))
     two = [(b"content-length", b"1"), *[(b"content-type", b"application/json")] * 2]

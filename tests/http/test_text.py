@@ -403,11 +403,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [USER], "chat_template_kwargs": {"add_generation_prompt": False}},
         "chat_template_kwargs.add_generation_prompt",
     ),
-    (
-        "tokenize",
-        {"messages": [USER], "chat_template_kwargs": {"eos_token": ""}},
-        "chat_template_kwargs.eos_token",
-    ),
+    ("tokenize", {"messages": [USER], "chat_template_kwargs": {"eos_token": ""}}, "chat_template_kwargs.eos_token"),
     ("tokenize", {"messages": [USER], "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     ("detokenize", {"tokens": [0, 1, 400, 401]}, "tokens[2]"),
     ("detokenize", {"tokens": [2**31 - 1]}, "tokens[0]"),

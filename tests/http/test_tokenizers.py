@@ -47,10 +47,7 @@ from tests.support.waits import SOON_S, until_true
 
 pytestmark = pytest.mark.slow
 TEXTS = ("the théâtre 🙂", f"{SPECIAL}the {ROLE}\n\n the{ADDED}x", " the  the", "\x00\u200b", "")
-MESSAGES = [
-    {"role": "user", "content": "the"},
-    {"role": "assistant", "content": "thé", "tool_calls": None},
-]
+MESSAGES = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "thé", "tool_calls": None}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 

@@ -242,10 +242,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
-    (
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
-        "tool_choice.function.name",
-    ),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice.function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     # This engine has no structured outputs.
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),

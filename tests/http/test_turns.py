@@ -265,10 +265,7 @@ async def starting(
 
 async def test_requests_wait_for_a_worker_that_starts(nats_url: str, fleet: str) -> None:
     """Requests with and without a stream wait for the only worker to start, and are answered whole."""
-    async with (
-        starting(nats_url, fleet, incarnation="1") as (http, _),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with starting(nats_url, fleet, incarnation="1") as (http, _), asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(ask(http.client, stream=bool(i % 2))) for i in range(COUNT)]
         _, pending = await asyncio.wait(waiting, timeout=1.0)
         assert len(pending) == COUNT
@@ -351,10 +348,7 @@ async def test_waiting_requests_count_in_the_limits_of_their_user(nats_url: str,
 
 async def test_a_worker_that_is_given_up_ends_the_wait(nats_url: str, fleet: str) -> None:
     """When the supervisor starts the worker no more, the answer is 503 at once, with the last cause."""
-    async with (
-        starting(nats_url, fleet, Settings(max_wait_s=3600)) as (http, announce),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with starting(nats_url, fleet, Settings(max_wait_s=3600)) as (http, announce), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(ask(http.client))
         await asyncio.wait([waiting], timeout=0.3)
         await announce(state=WorkerState.FAILED, start_left_s=0.0, last_error="no file /data/models/m/config.json")
@@ -425,10 +419,7 @@ async def test_an_abort_of_all_ends_the_wait_for_a_start(
 
 async def test_an_abort_by_id_ends_only_that_wait(nats_url: str, fleet: str) -> None:
     """A request that waits for its model's first worker is found by its id. Others go on waiting."""
-    async with (
-        starting(nats_url, fleet, incarnation="1") as (http, _),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with starting(nats_url, fleet, incarnation="1") as (http, _), asyncio.TaskGroup() as tasks:
         mine, other = [tasks.create_task(ask(http.client, request_id=name)) for name in ("mine", "other")]
         await has_open(http, 2)
         aborted = await http.client.post("/v1/rl/abort", json={"request_ids": ["cmpl-mine"]})
@@ -445,11 +436,7 @@ async def test_an_abort_by_id_ends_the_wait_for_a_turn(serve: Serve) -> None:
     """A request that waits behind the requests of others ends at once, and they go on."""
     config = SyntheticConfig(step_s=0.01, max_num_seqs=1)
     endless = {"sampling_params": {"max_tokens": 10_000, "ignore_eos": True}}
-    async with (
-        serve(config=config) as http,
-        busy_timeout(SOON_S),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with serve(config=config) as http, busy_timeout(SOON_S), asyncio.TaskGroup() as tasks:
         others = [tasks.create_task(ask(http.client, **endless)) for _ in range(12)]
         await has_open(http, len(others))
         last = tasks.create_task(ask(http.client, request_id="last", **endless))
@@ -465,10 +452,7 @@ async def test_an_abort_by_id_ends_the_wait_for_a_turn(serve: Serve) -> None:
 async def test_two_waits_of_a_request_have_one_limit(nats_url: str, fleet: str) -> None:
     """The wait for a start counts in `max_wait_s` of the later wait for a pause: 503 comes before the timeout."""
     settings = Settings(max_wait_s=6.0)
-    async with (
-        starting(nats_url, fleet, settings) as (http, announce),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with starting(nats_url, fleet, settings) as (http, announce), asyncio.TaskGroup() as tasks:
         # With a limit for each wait, the timeout would come first.
         waiting = tasks.create_task(ask(http.client, timeout_s=8.5))
         await asyncio.wait([waiting], timeout=4.5)

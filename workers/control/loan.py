@@ -62,11 +62,7 @@ class Loan:
     """
 
     def __init__(
-        self,
-        reader: DesiredReader,
-        registers: Registers,
-        handled: dict[str, HandledRegister],
-        runner: EngineRunner,
+        self, reader: DesiredReader, registers: Registers, handled: dict[str, HandledRegister], runner: EngineRunner
     ) -> None:
         self._reader = reader
         self._registers = registers

@@ -40,13 +40,7 @@ _WAKING = (Wake, LoadLora, UnloadLora, FinishWeightUpdate, type(None))
 class Registers:
     """Applies one register at a time, while the worker accepts no requests. Coroutines may raise `EngineDead`."""
 
-    def __init__(
-        self,
-        in_flight: InFlightRequests,
-        weights: WeightManager,
-        loras: Loras,
-        transfer: Transfer,
-    ) -> None:
+    def __init__(self, in_flight: InFlightRequests, weights: WeightManager, loras: Loras, transfer: Transfer) -> None:
         self._in_flight = in_flight
         self.loras = loras
         self.weights = weights

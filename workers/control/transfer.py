@@ -195,7 +195,7 @@ class Transfer:
         A command in progress ends if its owner is lost. Return True if the lease of the open transfer has ended, or if
         `recover` must be called.
         """
-        for lease in {id(one): one for one in (self._open_lease, self._busy and self._busy[0]) if one}.values():
+        for lease in filter(None, (self._open_lease, self._busy and self._busy[0])):
             lease.note_presence(self._heard_at(lease.by))
         if self._busy is not None and (loss := self._busy[0].loss(now)) is not None:
             self._interrupt(loss)

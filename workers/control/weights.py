@@ -39,13 +39,7 @@ class WeightManager:
         loras: the adapters, which an engine may lose with its weights.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        in_flight: InFlightRequests,
-        sources: WeightSources,
-        loras: Loras,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, in_flight: InFlightRequests, sources: WeightSources, loras: Loras) -> None:
         self._in_flight = in_flight
         self._sources = sources
         self._loras = loras
@@ -117,7 +111,7 @@ class WeightManager:
             return
         deadline = Deadline(LOAD_TIMEOUT_S)
         try:
-            canary, content = await self._canaries.sample(deadline), self._content_of(own, self.digest)
+            canary, content = await self._canaries.sample(deadline), self.digest or self._sources.digest_of(own)
             self._canaries.add(content, canary)
             await self._load(own, self.digest, deadline, lambda _stage: None, None if content else canary)
         except ControlError as exc:
@@ -187,7 +181,7 @@ class WeightManager:
         """
         deadline = Deadline(timeout_s)
         if not self.is_poisoned:
-            self._poison("the engine has discarded its weights")
+            self.is_poisoned, self.problem = True, "the engine has discarded its weights"
         path = self._own if self._are_from_start else None
         if self.source is not None:
             path = await self._resolve(self.source, deadline, report)
@@ -228,8 +222,7 @@ class WeightManager:
         logger.error("weights.poisoned version=%s reason=%s", self.version, reason)
         if not keeps_canary:
             self._canaries.remove(self._content)
-        self.is_transferring = False
-        self._poison(reason)
+        self.is_transferring, self.is_poisoned, self.problem = False, True, reason
 
     async def _load(
         self, path: Path, digest: str | None, deadline: Deadline, report: Report, expected: Canary | None = None
@@ -248,12 +241,8 @@ class WeightManager:
                 await verify_unchanged()
                 return verified
 
-            content = self._content_of(path, digest)
+            content = digest or self._sources.digest_of(path)
             return await self.replace(load, deadline, report, digest=digest, content=content, expected=expected)
-
-    def _content_of(self, path: Path, digest: str | None) -> str | None:
-        """Return the digest of a checkpoint, also if it is only that of this machine's files; None: it is unknown."""
-        return digest or self._sources.digest_of(path)
 
     # For updates and transfers
 
@@ -295,7 +284,7 @@ class WeightManager:
                 error the weights are invalid, and the requests in flight have failed.
         """
         before = self.is_poisoned, self.problem
-        self._poison("the replacement of its weights was interrupted")
+        self.is_poisoned, self.problem = True, "the replacement of its weights was interrupted"
         try:
             report("loading")
             async with deadline.bound("loading the weights"):
@@ -353,9 +342,6 @@ class WeightManager:
         if was_paused:
             await self._in_flight.pause_engine()
         return canary
-
-    def _poison(self, reason: str) -> None:
-        self.is_poisoned, self.problem = True, reason
 
     async def _resolve(self, source: WeightSource, deadline: Deadline, report: Report) -> Path:
         check_supported(source, self._in_flight.runner.engine.capabilities)

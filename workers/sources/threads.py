@@ -120,18 +120,13 @@ async def run_quietly(jobs: Iterable[Job], *, num_threads: int = NUM_THREADS, is
             job(scratch)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="staging") as pool:
-        futures = [asyncio.wrap_future(pool.submit(work)) for _ in range(min(num_threads, len(waiting)))]
-        is_cancelled = False
-        while running := [future for future in futures if not future.done()]:
-            try:
-                # If one thread fails, the other stops before its next job.
-                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                is_cancelled = True
-            if is_cancelled or any(future.done() and future.exception() for future in futures):
-                is_stopped.set()
-    if is_cancelled:
-        raise asyncio.CancelledError
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
+        running = [asyncio.get_running_loop().run_in_executor(pool, work) for _ in range(num_threads)]
+        try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            # If one thread fails, the other stops before its next job.
+            is_stopped.set()
+            await asyncio.wait(running)
+    for error in [future.exception() for future in running]:
+        if error is not None:
+            raise error

@@ -16,9 +16,10 @@ from ....schemas.acks import Ack, AckError, AckStatus
 from ....schemas.checks import list_names
 from ....schemas.control import AnyCommand, FinishWeightUpdate, UpdateWeights
 from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusError
-from ....schemas.presence import WorkerPresence, WorkerState
+from ....schemas.presence import WorkerPresence
 from ..html import as_html
 from .authority import MAX_NAMED, without
+from .desired import SILENT
 from .loans import executes
 from .presence import LostWorker
 
@@ -30,8 +31,6 @@ MAX_REASON_CHARS = 300
 """Characters of each worker's reason in an error message. The command result has the whole reason."""
 Roster = dict[str, tuple[WorkerPresence, ...]]
 """The workers that must ack, by model and in the order of their ids. Each model has at least one worker."""
-_SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
-"""A worker in these states sends no ack. When it comes back, it reads the recorded commands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +336,7 @@ def workers_that_must_ack(
     if workers and not known:
         models = ", ".join(sorted({worker.model for worker in workers}))
         raise InvalidRequest("model", f"is {command.model!r}", f"one of {models}")
-    able = [worker for worker in known if worker.state not in _SILENT and executes(worker, command)]
+    able = [worker for worker in known if worker.state not in SILENT and executes(worker, command)]
     others = ", ".join(
         f"{worker.worker} is {worker.state if executes(worker, command) else 'lent'}"
         for worker in known

@@ -44,8 +44,8 @@ _UNABLE: Final = frozenset(
     }
 )
 """States in which a worker serves nothing although no command requires this."""
-_BEFORE_READ: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
-"""States of workers that serve nothing. Before they serve, they apply what is recorded."""
+SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""States of workers that serve nothing and send no acks. Before they serve, they read and apply what is recorded."""
 STALE_S: Final = 30.0
 """Seconds after which an older or missing state counts as the real state: the store was restored from a backup, or it
 was lost and not written since. nats-server checks every 10 s if a leader has had contact with its peers within 10 s, so
@@ -387,7 +387,7 @@ def stale_workers(workers: Iterable[WorkerPresence], states: Mapping[str, Desire
     return tuple(
         worker.worker
         for worker in workers
-        if worker.state not in _BEFORE_READ
+        if worker.state not in SILENT
         and worker.model in states
         and any(recorded.epoch > worker.epoch for recorded in effective(states[worker.model], worker.worker).values())
     )

@@ -307,11 +307,11 @@ class LocalFleet:
     """Users that may connect. None: every program may connect and has all permissions."""
     worker_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Additional variables of each worker by its name, for example its GPUs. A restart uses the same variables."""
-    worker_ids: Sequence[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Name the workers."""
-        object.__setattr__(self, "worker_ids", worker_names(self.num_workers))
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """The names of the workers."""
+        return worker_names(self.num_workers)
 
     def spec(self, worker_id: str, nats_url: str) -> ProcessSpec:
         """Return how to start a worker."""

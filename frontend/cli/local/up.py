@@ -100,10 +100,7 @@ def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
 
 
 async def _up(
-    args: argparse.Namespace,
-    port: int,
-    listening: socket.socket | None,
-    worker_env: Mapping[str, Mapping[str, str]],
+    args: argparse.Namespace, port: int, listening: socket.socket | None, worker_env: Mapping[str, Mapping[str, str]]
 ) -> int:
 
     names = worker_names(args.workers + args.prefill_workers)

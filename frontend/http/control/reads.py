@@ -21,7 +21,7 @@ from .... import bus
 from ....bus import RequestList
 from ....bus.protocol.fleet.authority import list_stops, open_transfers, unpinned
 from ....bus.protocol.fleet.command_result import RESULTS, workers_that_must_ack
-from ....bus.protocol.fleet.desired import effective, served_version, version_label
+from ....bus.protocol.fleet.desired import SILENT, effective, served_version, version_label
 from ....schemas.acks import Ack
 from ....schemas.control import AnyCommand, DesiredState, FinishWeightUpdate, LoadLora, Pause, UnloadLora, UpdateWeights
 from ....schemas.decoding import JsonObject
@@ -171,8 +171,6 @@ async def weight_info(service: Service, request: Request) -> Response:
     return json_response({"weight_version": text or str(number), "version": number, **stale_field(state)})
 
 
-SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
-"""States of workers that serve nothing. These workers reconcile themselves with the desired state before they serve."""
 READ_S: Final = 0.5
 """Seconds to wait for a worker's ack before the service reads the desired state."""
 
