@@ -3,6 +3,7 @@
 By default, routed experts are a JSON object.
 """
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, ClassVar, Final
@@ -232,7 +233,9 @@ async def prepare_generate(service: Service, request: Request, body: GenerateBod
     check_length("token_ids", len(body.token_ids), target)
     tokenizer = await _tokenizer(service, target, body.sampling_params)
     room = target.room(len(body.token_ids))
-    sampling, fields = request_fields(body, tokenizer, room, returns_tokens=service.settings.returns_tokens)
+    make = partial(request_fields, body, tokenizer, room, returns_tokens=service.settings.returns_tokens)
+    # Off the event loop: to tokenize the most and longest bad words takes seconds.
+    sampling, fields = await asyncio.to_thread(make) if body.sampling_params.bad_words else make()
     built = build_request(service, request, target, sampling=sampling, fields=fields, names=partial(body_names, body))
     return AnswerWriter(
         shape=GENERATE,

@@ -94,7 +94,7 @@ def _models(service: Service) -> dict[str, Model]:
             continue
         own = Model(
             id=worker.model,
-            created=int(time.time() - worker.uptime_s),
+            created=max(int(time.time() - worker.uptime_s), 0),
             root=worker.model_path or worker.model,
             parent=None,
             max_model_len=worker.capabilities.max_model_len,

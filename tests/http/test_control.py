@@ -3,10 +3,12 @@
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from msgspec.structs import replace
+from starlette.datastructures import QueryParams
 
 from rollbus import CommandIncomplete, CommandResult
 from rollbus.frontend.http import Settings
@@ -18,6 +20,8 @@ from rollbus.frontend.http.control.answers import (
     is_done_by_the_living,
     status_of,
 )
+from rollbus.frontend.http.control.bodies import SendBody, read_query
+from rollbus.frontend.http.errors import HttpError
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
@@ -269,6 +273,15 @@ async def test_wrong_fields_are_named(control: Control) -> None:
 
     assert (both[0], both[1]["error"]["param"]) == (400, "mode")
     assert [answer.status_code for answer in other_json] == [400] * 3
+
+
+def test_the_time_for_a_query_grows_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parameter makes the service look at all others: a head has room for thousands."""
+    looks, real = Mock(), QueryParams.getlist
+    monkeypatch.setattr(QueryParams, "getlist", lambda self, key: (looks(), real(self, key))[1])
+    with pytest.raises(HttpError, match="n0 is unknown"):
+        read_query(Mock(query_params=QueryParams([(f"n{number}", "") for number in range(99)])), SendBody)
+    assert looks.call_count < 10
 
 
 async def test_an_update_of_weights_must_name_its_model(control: Control) -> None:

@@ -8,11 +8,12 @@ import math
 import tracemalloc
 from collections.abc import MutableMapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from rollbus.bus.client.fleet_state import FleetWatch, HeardWorker
-from rollbus.bus.protocol.telemetry.rates import SERIES_BYTES, STEP_S, History
+from rollbus.bus.protocol.telemetry.rates import SERIES_BYTES, STEP_S, FleetRates, History
 from rollbus.frontend import follow
 from rollbus.frontend.follow import Heard
 from rollbus.frontend.http import Settings
@@ -20,6 +21,7 @@ from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live import viewers
 from rollbus.frontend.http.live.events import encode_event, model_lines, worker_points, worker_row
 from rollbus.frontend.http.live.viewers import Viewer
+from rollbus.frontend.http.status import models
 from rollbus.schemas.presence import WorkerCounters
 from tests.http.live_support import PATH, watching
 from tests.http.support import Serve, http_before
@@ -141,6 +143,14 @@ async def test_an_error_of_the_view_stops_neither_service_nor_stream(
         assert (await http.client.get("/health")).status_code == 200
     assert not faults
     assert "view.failed part=fleet" in caplog.text
+
+
+async def test_no_number_of_a_worker_breaks_the_view_or_the_list_of_models() -> None:
+    """A worker may announce any seconds. JSON has no integers as large."""
+    odd = presence(uptime_s=1e300, loan_left_s=1e300, capabilities=capabilities())
+    assert b",604800]" in encode_event("fleet", worker_row(HeardWorker(odd, 0.0), FleetRates(), 0.0))
+    listed = await models(Mock(**{"rb.fleet.workers": (odd,)}), Mock())
+    assert b'"created":0,' in listed.body
 
 
 async def test_the_stream_continues_while_nats_is_down(nats_url: str, fleet: str) -> None:

@@ -1,6 +1,7 @@
 """`nvext` of Dynamo in the OpenAI routes, on a synthetic engine."""
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from rollbus.frontend.http.openai.shapes import RequestClock, nvext_json
 from rollbus.frontend.http.requests import RequestTarget, given_trace
 from rollbus.frontend.http.text import text_of
 from rollbus.frontend.http.tokens import Scores, Tokens
+from rollbus.frontend.tokenization import Tokenizer
 from tests.http.support import CHAT, COMPLETIONS, CONFIG, Http, Talk, by_bus, byte_level, noted_requests, rows_of
 from tests.support.fleet import presence
 
@@ -131,7 +133,13 @@ async def test_each_choice_has_the_rows_of_the_engine(talk: Talk, path: str) -> 
 
 async def test_hints_reach_the_bus(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bus receives salt, session, group, sampling and the negated priority. Headers count if the body has none."""
-    wanted = noted_requests(monkeypatch)
+    wanted, encode, threads = noted_requests(monkeypatch), Tokenizer.encode, dict[str, int]()
+
+    def note_thread(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        threads.setdefault(text, threading.get_ident())
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", note_thread)
     async with talk() as (http, _):
         hints = {"agent_hints": {"priority": 7}, "cache_salt": "s", "session_control": {"session_id": "a"}}
         await ask(http, **renderers_body(nvext={**hints, "greed_sampling": True}, prompt_cache_key="k"))
@@ -153,6 +161,7 @@ async def test_hints_reach_the_bus(talk: Talk, monkeypatch: pytest.MonkeyPatch) 
     the = byte_level().encode("the", add_special_tokens=False)
     spaced = byte_level().encode(" the", add_special_tokens=False)
     assert sampling.bad_words_token_ids == (tuple(the), tuple(spaced))
+    assert threads["é"] == threading.get_ident() != threads[" the"]  # many bad words take seconds
     assert (sampling.logprobs, second.return_routed_experts, sampling.max_tokens) == (None, False, 16)
     assert answer.headers["X-Request-Id"] == "mine"
 

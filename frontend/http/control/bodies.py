@@ -276,10 +276,10 @@ def read_query(request: Request, kind: type[Query]) -> Query:
     Raises:
         HttpError: 400 if a parameter is unknown, has the wrong type or is repeated; the error names the parameter.
     """
-    given: dict[str, str | list[str]] = {}
-    for name in request.query_params:
-        values = request.query_params.getlist(name)
-        given[name] = values if name in REPEATED or len(values) > 1 else values[0]
+    lists: dict[str, list[str]] = {}
+    for name, value in request.query_params.multi_items():
+        lists.setdefault(name, []).append(value)
+    given = {name: each if name in REPEATED or len(each) > 1 else each[0] for name, each in lists.items()}
     # All values in a query are strings. The type of each field decides how its string is converted.
     return decode_body(msgspec.json.encode(given), kind)
 

@@ -19,6 +19,7 @@ from ....bus.protocol.telemetry.command_book import CommandLine, DayEvent, DayLo
 from ....bus.protocol.telemetry.rates import FleetRates, Point, Rates, Series
 from ....schemas.control import DesiredState, Drain, FinishWeightUpdate, Pause, UpdateWeights
 from ....schemas.errors import RollbusError
+from ....schemas.limits import MAX_TIMEOUT_S
 from ....schemas.presence import WorkerPresence
 from ....schemas.request import Lane
 from ...follow import Heard
@@ -406,7 +407,7 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
         pid=worker.pid,
         log=worker.log,
         # In minutes, so that the row does not differ each second.
-        loan_left_s=None if loan_s is None else 60 * math.ceil(loan_s / 60),
+        loan_left_s=None if loan_s is None else 60 * math.ceil(min(loan_s, MAX_TIMEOUT_S) / 60),
     )
 
 

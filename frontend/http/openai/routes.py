@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`, as whole answers and as streams."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -192,7 +193,8 @@ async def prepare_answer(
     if options.extra and len(prompts) > 1:
         raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which describe one answer")
     if body.bad_words:
-        params = sampling = sampling_fields(body, options, tokenizer)
+        # Off the event loop: to tokenize the most and longest words takes seconds.
+        params = sampling = await asyncio.to_thread(sampling_fields, body, options, tokenizer)
     fields, reading = bus_fields(body, options), None
     if isinstance(body, ChatBody) and question and plan:
         reading = Reading(body, question, plan)
