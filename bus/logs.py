@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal, TextIO
@@ -125,10 +126,11 @@ class RejectionCount:
 
 
 def write_line(line: str) -> None:
-    """Write a line on stderr."""
+    """Write a line on stderr, unless a full disk or a closed terminal does not take it."""
     rest = f"{line}\n".encode()
-    while rest:
-        rest = rest[os.write(_STDERR, rest) :]
+    with suppress(OSError):
+        while rest:
+            rest = rest[os.write(_STDERR, rest) :]
 
 
 def adopt_line(line: str, process: str) -> str:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,11 +39,15 @@ def write(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> boo
 
 
 def note(text: str, level: int = logging.INFO) -> None:
-    """Write a line to stderr. After `log_notes`, log it with this level instead."""
+    """Write a line to stderr. After `log_notes`, log it with this level instead.
+
+    A full disk or a closed terminal does not end the command.
+    """
     if _notes.isEnabledFor(level):
         _notes.log(level, "%s", text)
     else:
-        write(text, out=sys.stderr)
+        with suppress(OSError):
+            write(text, out=sys.stderr)
 
 
 def log_notes() -> None:

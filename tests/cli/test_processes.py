@@ -1,17 +1,22 @@
 """The rule for the restart of an ended process."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
+from collections import deque
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbus.bus.logs import write_line
 from rollbus.bus.protocol.fleet.restarts import STABLE_S
-from rollbus.frontend.cli.console import progress, waiting, write
+from rollbus.frontend.cli.console import note, progress, waiting, write
 from rollbus.frontend.cli.exits import CommandFailed, cause_of
 from rollbus.frontend.cli.generate.command import describe
 from rollbus.frontend.cli.generate.run import GenerateBar, count_text, pace_text
@@ -159,6 +164,23 @@ async def test_a_worker_that_waits_for_its_restart_is_stopped() -> None:
         await until_true(lambda: not workers.living)
 
     assert workers.living == 0
+
+
+async def test_a_restart_without_memory_counts_as_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the machine has no memory for counts as one that ended. The other workers continue."""
+    real, reports, results = asyncio.create_subprocess_exec, list[str](), deque([None, None, OSError(12, "no memory")])
+
+    async def start(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+        if (error := results.popleft() if results else None) is not None:
+            raise error
+        return await real(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    async with run_workers([spec(FAIL, "a"), spec(SERVE, "b")], lambda _name, line: reports.append(line)) as workers:
+        workers.can_lose_some, workers.rule = True, RULE
+        await until_true(lambda: workers.remaining == 1)
+        assert workers.living == 1
+    assert "it cannot be started: [Errno 12] no memory" in reports
 
 
 async def test_an_error_of_the_body_stops_the_workers() -> None:
@@ -311,6 +333,16 @@ def test_a_reader_that_closes_the_pipe_is_no_error() -> None:
     with os.fdopen(writing, "w") as out:
         write("to nobody", out=out)
         write("again", out=out)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_note_that_cannot_be_written_is_no_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or a closed terminal does not end a fleet whose notes go there."""
+    with monkeypatch.context() as full:
+        full.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError(number, "full"))))
+        full.setattr(os, "write", Mock(side_effect=OSError(number, "full")))
+        note("a line")
+        write_line("a line")
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
 from ....bus.protocol.fleet.restarts import FIRST_DELAY_S, STABLE_S, RestartDelays
 from ....bus.subjects import WORKER_CONNECTION, Subjects
+from ....bus.thread_calls import wait_at_most
 from ....schemas.errors import EXIT_DUPLICATE_WORKER, BusBroken
 from ....schemas.messages import encode_json
 from ....schemas.presence import WorkerPresence, WorkerState
@@ -175,9 +176,7 @@ class StartAnnouncer:
                     awaited_s = max(self._start_timeout_s + left_s, 0.0)
                     presence = self._presence(worker, incarnation, WorkerState.STARTING, awaited_s, reason)
                     await publish(nats, self._subjects.presence(worker), encode_json(presence))
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(ANNOUNCE_EVERY_S):
-                            await is_asked.wait()
+                    await wait_at_most(is_asked, ANNOUNCE_EVERY_S)
         except BusBroken as exc:
             logger.warning("worker.announce_failed worker=%s error=%s", worker, exc)
 
@@ -235,8 +234,8 @@ class _ChildProcess:
     another process that it started still has the pipe open.
     """
 
-    _process: asyncio.subprocess.Process
-    """The process, which `start` starts."""
+    _process: asyncio.subprocess.Process | None = None
+    """The process, which `start` starts. None: the machine had no room for it, and it counts as ended."""
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self.started_at = time.monotonic()
@@ -265,6 +264,9 @@ class _ChildProcess:
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
+        except OSError as exc:
+            # Memory or process ids may be free again at the next start. Its end must not end the other processes.
+            self._add_line(f"it cannot be started: {exc}".encode())
         except BaseException:
             self._close()
             raise
@@ -277,19 +279,23 @@ class _ChildProcess:
 
         Cancellation: kills the process.
         """
+        if (process := self._process) is None:
+            self._close()
+            return 1
         try:
-            return await self._process.wait()
+            return await process.wait()
         finally:
             # Kill the group even after the process has ended: an engine that outlived its worker is still in the group.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
             self._close()
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            if self._process is not None:
+                self._process.terminate()
 
     def _close(self) -> None:
         """Read the remaining output and close the read end of the pipe."""
