@@ -78,14 +78,14 @@ class ChainKey:
             ControlError: `storage`: the bucket does not exist.
         """
         try:
-            found = await find_object(self.nats, self.bucket, CHAIN_OBJECT, is_signed=True)
+            found = await find_object(self.nats, self.bucket, CHAIN_OBJECT, is_signed=True, is_lenient=True)
         except ApiError as error:
             raise self._rejection("read", error) from error
         if found is None:
             return StoredChain(ChainRecord(model=self._model), 0, math.inf)
         try:
             if found.info is None:
-                raise RemoteProtocolError("the record is deleted or not signed")
+                raise RemoteProtocolError("the record is deleted, damaged or not signed")
             record = decode_chain(found.info.metadata.get(CHAIN, ""))
         except RemoteProtocolError as error:
             logger.warning("chain.decode_failed bucket=%s error=%s", self.bucket, error)

@@ -19,7 +19,7 @@ from rollbus.bus.protocol.weights import chain
 from rollbus.bus.publish import versions
 from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
-from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, decode_manifest
+from rollbus.schemas.manifest import CHAIN_OBJECT, MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, decode_manifest
 from tests.support.nats_server import count_tasks, opened
 from tests.support.objects import write_folder
 from tests.support.versions import (
@@ -141,11 +141,7 @@ async def test_the_successor_of_a_killed_publisher_waits_for_the_lease(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successor of a killed publisher gets the lease when it has expired, and is rejected while it is renewed."""
-    async with (
-        opened(nats_url) as nats,
-        versions_bucket(nats) as (fleet, _),
-        opened_store(nats_url, fleet) as first,
-    ):
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _), opened_store(nats_url, fleet) as first:
         monkeypatch.setattr(chain, "LEASE_S", 1.0)
         monkeypatch.setattr(chain, "MARGIN_S", 0.0)
         second = fresh_store(nats_url, fleet)
@@ -344,7 +340,8 @@ async def test_cleaning_deletes_old_chunks_that_no_object_names(nats_url: str, t
         assert await parts_in(nats, bucket) == 5
 
 
-async def test_after_an_undecodable_chain_record_the_next_lease_starts_a_chain(nats_url: str) -> None:
+@pytest.mark.parametrize("is_object", [True, False])
+async def test_after_an_undecodable_chain_record_the_next_lease_starts_a_chain(nats_url: str, is_object: bool) -> None:
     """If the chain record cannot be decoded, the next lease starts a new chain in an epoch above all earlier ones."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         async with opened_store(nats_url, fleet) as store:
@@ -352,7 +349,10 @@ async def test_after_an_undecodable_chain_record_the_next_lease_starts_a_chain(n
             epoch = store.epoch
         key = ChainKey(nats, fleet, "m")
         stored = await key.read()
-        assert await key.write(replace(stored.record, v="no"), stored.sequence) is not None
+        if is_object:
+            assert await key.write(replace(stored.record, v="no"), stored.sequence) is not None
+        else:
+            await put(nats, info_subject(key.bucket, CHAIN_OBJECT), b"{", {"Nats-Rollup": "sub"})
         async with opened_store(nats_url, fleet) as store:
             assert store.record.links == ()
             assert store.epoch > epoch

@@ -182,6 +182,17 @@ async def test_digests_need_no_writable_cache(tmp_path: Path, hashed: list[str])
     assert hashed == ["a", "a"]
 
 
+async def test_remains_of_a_full_disk_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of digests that could not be written, or whose writer was killed, are deleted like the oldest digests."""
+    monkeypatch.setattr(content, "MAX_KEPT", 1)
+    kept = tmp_path / "cache/shared.weights/digests"
+    kept.mkdir(parents=True)
+    for name in ".01", ".23":
+        (kept / name).touch()
+    await digest(sources(tmp_path), write_checkpoint(tmp_path / "one", {"a": (2,)}))
+    assert sorted(path.suffix for path in kept.iterdir()) == ["", ".lock"]
+
+
 async def test_other_formats_are_whole_files(tmp_path: Path) -> None:
     """A start checkpoint without safetensors files has the digest of the bytes of its weight files."""
     digests = []

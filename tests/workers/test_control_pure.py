@@ -1,6 +1,7 @@
 """A worker's decisions about commands, without a bus: the due register, the worker state and the single final ack."""
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,14 +16,18 @@ from rollbus.schemas.control import (
     Recorded,
     Resume,
     Sleep,
+    State,
     UnloadLora,
     UpdateWeights,
     Wake,
 )
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
+from rollbus.schemas.messages import encode_json
 from rollbus.schemas.weights import WeightSource
+from rollbus.workers.config import WorkerConfig
 from rollbus.workers.control.acks import CommandLog, ReceivedCommand
+from rollbus.workers.control.commands import CommandHandler
 from rollbus.workers.control.desired import (
     HandledRegister,
     PendingRegister,
@@ -228,6 +233,18 @@ def test_the_numbers_of_running_and_ended_commands_are_bounded() -> None:
     assert log.find("c0") is None
     assert log.find("c1") is heard[1]
     assert log.find("last") is last
+
+
+def test_commands_that_a_fence_removed_leave_room() -> None:
+    """Commands that waited behind a slow one when the worker was fenced leave their room to later commands."""
+    acks = Mock(log=CommandLog())
+    config = WorkerConfig(nats_url="", model="m", worker_id="w")
+    handler = CommandHandler(config, Mock(), Mock(), Mock(), acks, Mock())
+    for _ in range(2):
+        for number in range(MAX_SEEN_COMMANDS):
+            handler._receive("c", encode_json(State(id=f"c{number}")), None)
+        assert len(acks.log.under_way) == MAX_SEEN_COMMANDS
+        handler.fence()
 
 
 def test_after_a_fence_a_worker_acks_no_earlier_commands() -> None:

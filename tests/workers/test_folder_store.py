@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import time
 from multiprocessing.connection import Connection
@@ -268,6 +269,16 @@ async def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mo
     opened = await folders.open("a", lambda: pytest.fail("it waits for a lock"))
     assert isinstance(opened, PartialFolder)
     opened.leave(discard=True)
+
+
+async def test_a_folder_that_was_deleted_in_use_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If somebody deletes a folder in use, nobody waits for its users: the next process builds it again."""
+    monkeypatch.setattr(folder_store, "STALLED_S", 2.0)
+    folders = store(tmp_path)
+    hold = await build(folders, "a")
+    shutil.rmtree(hold.folder)
+    (await build(folders, "a")).release()
+    hold.release()
 
 
 @pytest.mark.parametrize("is_held", [True, False])

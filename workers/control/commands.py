@@ -157,9 +157,10 @@ class CommandHandler:
         self.reconciler = reconciler
         self.reader = reconciler.reader
         reconciler.on_change = self.publish_due_acks
-        # Each lane runs one command at a time, so slow commands do not delay quick ones. Bounded by the command log.
+        # Each lane runs one command at a time, so slow commands do not delay quick ones. The command log bounds them. A
+        # fence clears the log, and what it removed stays in the lanes until its turn.
         self._lanes: dict[str, asyncio.Queue[ReceivedCommand]] = {
-            name: asyncio.Queue(MAX_SEEN_COMMANDS) for name in ("record", "quick", "check", "event")
+            name: asyncio.Queue() for name in ("record", "quick", "check", "event")
         }
         self.on_restart: Callable[[], None] = lambda: None
         """Called when a command ends this process; it must begin to stop the worker."""

@@ -65,12 +65,11 @@ def resolve_allowed(path: str, roots: Sequence[Path]) -> Path:
         if not stat.S_ISDIR(folder.stat().st_mode):
             raise bad_source(f"{path} is not a directory")
         _check_entries(folder, path, roots)
-    except FileNotFoundError as error:
-        shown = _describe_entry(error.filename, folder, path)
-        raise bad_source(f"{shown} does not exist on the worker's machine") from error
     except OSError as error:
-        shown = _describe_entry(error.filename, folder, path)
-        raise bad_source(f"{shown} cannot be read: {error.strerror or error}") from error
+        problem = f"cannot be read: {error.strerror or error}"
+        if isinstance(error, FileNotFoundError):
+            problem = "does not exist on the worker's machine"
+        raise bad_source(f"{_describe_entry(error.filename, folder, path)} {problem}") from error
     return folder
 
 
@@ -346,7 +345,7 @@ class ContentHasher:
                     partial.write_bytes(msgspec.json.encode(digests))
                     partial.rename(self._file(notes[path]))
         with contextlib.suppress(OSError):
-            kept = [path for path in self._folder.iterdir() if path.suffix == ".json"]
+            kept = [path for path in self._folder.iterdir() if path.suffix != ".lock"]
             for path in sorted(kept, key=lambda path: path.stat().st_mtime)[:-MAX_KEPT]:
                 path.unlink(missing_ok=True)
 

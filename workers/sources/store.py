@@ -367,6 +367,11 @@ class FolderStore:
                         os.truncate(fd, os.pwrite(fd, f"{BUILDER}{os.getpid()}".encode(), 0))
                         unless_begun.pop_all()
                         return PartialFolder(self, digest, fd)
+            elif (fd := self._lock(digest, is_exclusive=False)) is not None:
+                with Hold(self, digest, fd) as hold:
+                    if not hold.folder.is_dir():
+                        # Somebody deleted a folder in use. Its users keep the old lock file, which excludes no builder.
+                        hold.retire()
             if watch is None:
                 watch = LockWatch(self.lock_file(digest))
                 on_wait()
