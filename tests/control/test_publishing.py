@@ -105,10 +105,7 @@ async def test_an_impossible_publication_is_rejected_before_data_is_stored(
     """`publish` rejects a `min_staged` above the number of workers and an impossible canary before it stores data."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     canary = rollbus.Canary(token_ids=(1,), logprobs=(0.0,))
-    async with (
-        serving_here(nats_url, fleet, one, 1) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
+    async with serving_here(nats_url, fleet, one, 1) as rb, rollbus.WeightPublisher(rb, model=MODEL) as publisher:
         with pytest.raises(InvalidRequest, match="min_staged"):
             await publisher.publish(weights(2), version=2, min_staged=2)
         with pytest.raises(InvalidRequest, match="expected_canary"):
@@ -187,10 +184,7 @@ async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path:
         f"{prefix}.lora_A.weight": np.full((2, SHAPE[1]), 2, np.float32),
         f"{prefix}.lora_B.weight": np.full((SHAPE[0], 2), 2, np.float32),
     }
-    async with (
-        serving_here(nats_url, fleet, one, 1) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
+    async with serving_here(nats_url, fleet, one, 1) as rb, rollbus.WeightPublisher(rb, model=MODEL) as publisher:
         first = await publisher.publish_adapter("tuned", folder, version=1)
         before = await rb.complete(ask(lora="tuned"))
         second = await publisher.publish_adapter("tuned", tensors, version=2, config=config)

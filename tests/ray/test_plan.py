@@ -1,5 +1,6 @@
 """Decisions of a fleet on Ray: shapes of placement groups, executors, versions, restarts, options."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from rollbus.schemas.errors import InvalidRequest, RollbusError
 from rollbus.workers.ray.plan import FleetSpec, Shape, Versions, check_versions, nats_text, shape
+from rollbus.workers.ray.supervisor import Slot, Supervisor
 
 RAY = {"distributed_executor_backend": "ray"}
 
@@ -36,6 +38,23 @@ def test_a_worker_takes_its_gpus_or_leaves_one_bundle_a_gpu_to_vllm(
 ) -> None:
     """On one node the actor has all GPUs of one bundle; with vLLM's Ray executor it has none, and each GPU a bundle."""
     assert shape(spec(**fields), node_gpus) == expected
+
+
+async def test_the_number_of_a_worker_that_leaves_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that is scaled up while workers leave has all its workers at the end."""
+
+    async def keep(self: Supervisor, slot: Slot) -> None:
+        await slot.leaving.wait()
+        del self._slots[slot.index], self._keepers[slot.index]
+
+    monkeypatch.setattr(Supervisor, "_keep", keep)
+    supervisor = Supervisor({"model": "/m"})
+    async with asyncio.TaskGroup() as supervisor._tasks:
+        await supervisor.scale(1)
+        supervisor._slots[0].leaving.set()
+        await supervisor.scale(1)
+        assert not supervisor._slots[0].leaving.is_set()
+        await supervisor.scale(0)
 
 
 def test_the_engine_gets_the_executor_of_the_shape() -> None:

@@ -179,19 +179,21 @@ class Supervisor:
     async def scale(self, workers: int) -> None:
         """Start workers, or drain and stop those with the highest numbers. Return when the stopped ones have ended."""
         check_int("workers", workers, 0, MAX_WORKERS)
+        # The number of a worker that leaves is free when the worker has ended.
+        if ending := [self._keepers[slot.index] for slot in self._slots.values() if slot.leaving.is_set()]:
+            await asyncio.wait(ending)
         if self._tasks is None or self._stopping.is_set():
             raise RollbusError(f"fleet {self._spec.fleet} is not running")
         for index in range(workers):
             if index not in self._slots:
-                self._slots[index] = Slot(index)
-                self._keepers[index] = self._tasks.create_task(self._keep(self._slots[index]), name=f"worker {index}")
-        leaving = [index for index in self._slots if index >= workers]
-        for index in leaving:
-            self._slots[index].leaving.set()
-        # A shield: a caller that goes away does not end the workers' own tasks.
-        for index in leaving:
-            with contextlib.suppress(KeyError):
-                await asyncio.wait([self._keepers[index]])
+                slot = self._slots[index] = Slot(index)
+                self._keepers[index] = self._tasks.create_task(self._keep(slot), name=f"worker {index}")
+        leaving = [slot for slot in self._slots.values() if slot.index >= workers]
+        for slot in leaving:
+            slot.leaving.set()
+        if leaving:
+            # A caller that goes away does not end the workers' own tasks.
+            await asyncio.wait([self._keepers[slot.index] for slot in leaving])
 
     async def stop(self) -> None:
         """Drain and stop everything. `run` then returns."""
