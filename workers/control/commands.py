@@ -157,10 +157,9 @@ class CommandHandler:
         self.reconciler = reconciler
         self.reader = reconciler.reader
         reconciler.on_change = self.publish_due_acks
-        # Each lane runs one command at a time, so slow commands do not delay quick ones. The command log bounds them. A
-        # fence clears the log, and what it removed stays in the lanes until its turn.
+        # Each lane runs one command at a time, so slow commands do not delay quick ones. Bounded by the command log.
         self._lanes: dict[str, asyncio.Queue[ReceivedCommand]] = {
-            name: asyncio.Queue() for name in ("record", "quick", "check", "event")
+            name: asyncio.Queue(MAX_SEEN_COMMANDS) for name in ("record", "quick", "check", "event")
         }
         self.on_restart: Callable[[], None] = lambda: None
         """Called when a command ends this process; it must begin to stop the worker."""
@@ -293,8 +292,13 @@ class CommandHandler:
         else:
             if isinstance(command, CheckWeights):
                 self._end_older_checks(command)
-            lane = "record" if command.register is not None else _LANES.get(type(command), "event")
-            self._lanes[lane].put_nowait(received)
+            lane = self._lanes["record" if command.register is not None else _LANES.get(type(command), "event")]
+            if lane.full():
+                # A fence or a newer check has ended some that still wait: the log has room for this one.
+                for waiting in [lane.get_nowait() for _ in range(lane.qsize())]:
+                    if self._log.is_under_way(waiting):
+                        lane.put_nowait(waiting)
+            lane.put_nowait(received)
 
     def _restart(self, received: ReceivedCommand, command: Restart) -> None:
         incarnation = self._lifecycle.incarnation
