@@ -17,6 +17,7 @@ from typing import Final
 
 from ...schemas.errors import (
     BusBroken,
+    BusClosed,
     ErrorCode,
     NoWorkers,
     PermissionDenied,
@@ -76,7 +77,7 @@ class Runtime:
         self.inbox = Inbox(self.thread.call_soon_in_owner_loop)
         self._calls: dict[str, Call] = {}
         self._numbers = itertools.count()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None  # set when the thread has ended
         self.recorder: RunRecorder | None = None
         """Record that the results of this client go to. None: no record was opened."""
         # The bus thread's side.
@@ -190,8 +191,6 @@ class Runtime:
             BusBroken: the connection is permanently lost.
         """
         self.thread.check_usable()
-        if self._failure is not None:
-            raise BusBroken(f"the client has failed: {self._failure!r}") from self._failure
         if self.nats.lost is not None:
             raise self.nats.lost
         key = SampleKey(self.config.incarnation, next(self._numbers), 0)
@@ -207,6 +206,9 @@ class Runtime:
         call.other_loop = self.thread.other_loop()
         self._calls[request_id] = call
         try:
+            # Only now: a call that the end of the thread does not find here would never end.
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
             model = self.models.fixed if request.model is None else request.model
             # Without an await if a worker serves the model or starts.
             call.model = model if model in self.watcher.snapshot.awaited else await self._resolve_model(call, model)
@@ -286,8 +288,10 @@ class Runtime:
 
     def _fail_all(self, error: BaseException | None) -> None:
         """Fail all open calls after the thread has ended, because the thread cannot."""
-        self._failure = error
-        self._end_calls("the client was closed" if error is None else f"the client has failed: {error!r}")
+        why = "the client was closed" if error is None else f"the client has failed: {error!r}"
+        self._failure = BusClosed(why) if error is None else BusBroken(why)
+        self._failure.__cause__ = error
+        self._end_calls(why)
         for call in list(self._calls.values()):
             call.notify_caller()
 

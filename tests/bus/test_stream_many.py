@@ -100,12 +100,14 @@ async def test_every_sample_ends_with_one_terminal_chunk(one_worker: StartServed
 
 
 async def test_streams_of_a_closed_client_end_with_its_code(one_worker: StartServed) -> None:
-    """If the client is closed, each open stream ends with `client_closed`."""
+    """If the client is closed, each open stream ends with `client_closed`, and the next request raises `BusClosed`."""
+    ends = {}
     async with one_worker() as (rb, *_):
-        lists = rb.stream_many([endless("a"), endless("b")])
+        lists = rb.stream_many(map(endless, "abc"), max_in_flight=2)
         await anext(lists)
-    chunks = [chunk for part in await all_of(lists) for chunk in part]
-    ends = {chunk.request_id: chunk.error and chunk.error.code for chunk in chunks if chunk.end}
+    with pytest.raises(rollbus.BusClosed, match="the client was closed"):
+        async for chunks in lists:
+            ends |= {chunk.request_id: chunk.error and chunk.error.code for chunk in chunks if chunk.end}
     assert ends == dict.fromkeys("ab", ErrorCode.CLIENT_CLOSED)
 
 
