@@ -126,17 +126,20 @@ def test_a_suspect_that_no_worker_can_accept_does_not_delay_the_next_suspect() -
 
 
 def test_requests_that_are_held_only_because_of_a_silent_worker_are_released() -> None:
-    """If a worker was only silent, requests held only because of it are released. Suspects of other deaths remain."""
+    """If a worker was only silent, requests held only because of it are released, and so is the next suspect.
+
+    Suspects of other deaths remain.
+    """
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a", "b")
     suspects.next(M)
     died(suspects, 1, "a", "c")
-    assert suspects.undo_death(engine(1)) == ["c"]
+    assert suspects.undo_death(engine(1)) == ["c", "b"]
     assert [key for key in "abc" if key in suspects] == ["a", "b"]
-    assert suspects.next(M) == "b"
     suspects.clear("b")
     assert suspects.next(M) == "a"
-    assert suspects.undo_death(engine(0)) == []
+    died(suspects, 2, "d")
+    assert suspects.undo_death(engine(0)) == ["d"], "the trial of `a` is over"
     assert "a" not in suspects
     assert suspects.undo_death(engine(7)) == []
 

@@ -229,17 +229,19 @@ class Suspects(Generic[K]):
         """Undo the death of an engine that was silent for longer than its lease and whose presence arrives again.
 
         Returns:
-            The requests that are no longer suspects and were held back. The client publishes them now.
+            The requests that were held back and are no longer suspects, or are on trial now. The client publishes them.
         """
         released = []
         for key, suspect in list(self._suspects.items()):
             if engine not in suspect.deaths:
                 continue
             suspect.deaths.remove(engine)
-            if not suspect.deaths:
-                self.clear(key)
-                if suspect.is_held:
-                    released.append(key)
-            else:
+            if suspect.deaths:
                 self._suspects[key] = self._suspects.pop(key)
+                continue
+            self.clear(key)
+            released += [key] if suspect.is_held else []
+            # The others waited for the trial of this one.
+            if (following := self.next(suspect.model)) is not None:
+                released.append(following)
         return released
