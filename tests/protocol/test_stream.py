@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import (
@@ -173,6 +174,29 @@ def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
     assert stream.end == last.end
     assert list(stream.arrays()["token_ids"]) == [7]
     assert len(stream.arrays()["routed_experts"]) == 2
+
+
+def test_a_worker_may_abort_between_the_rows_of_a_prompt_and_its_first_token() -> None:
+    """The end of a request that was stopped before its first token is no fault, and drops the rows before it."""
+    stream = ResponseStream(request(), child=0, attempt=0, keep=True)
+    assert stream.add(chunk(0, rows=(0, 2))) == []
+    (last,) = stream.add(replace(chunk(1), end=End(FinishReason.ABORT, 0, 2, routed_experts_start=0)))
+
+    assert (last.finish_reason, last.end.num_rows, stream.arrays()["routed_experts"]) == ("abort", 0, None)
+
+
+@pytest.mark.parametrize("kind", [None, (1, 2, "u1"), (2, 1, "u1"), (1, 1, "<u2")])
+def test_an_attempt_with_rows_unlike_those_of_an_earlier_one_is_refused(kind: tuple[int, int, str] | None) -> None:
+    """Rows of other layers, top-k or dtype, or none, cannot follow the rows of an earlier attempt."""
+    stream = ResponseStream(request(), child=0, attempt=0, keep=True)
+    stream.add(chunk(0, 7, rows=(0, 2)))
+    stream.next_attempt()
+    last = replace(chunk(0, 8, 9, attempt=1), end=End(FinishReason.LENGTH, 2, 0))
+    if kind is not None:
+        rows = RoutedExperts.from_rows(np.zeros((2, *kind[:2]), kind[2]), 2)
+        last = replace(last, routed_experts=rows, end=End(FinishReason.LENGTH, 2, 2, routed_experts_start=2))
+    with pytest.raises(RemoteProtocolError, match=r"routed experts changed|no start of routed experts"):
+        stream.add(last)
 
 
 def test_a_stream_can_be_aborted_before_its_first_chunk() -> None:

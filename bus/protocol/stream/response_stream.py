@@ -34,6 +34,10 @@ FEW_BYTES: Final = 64
 _U4: Final = np.dtype("<u4")
 
 
+RowKind = tuple[int, int, str]
+"""Layers, top-k and dtype of rows of routed experts."""
+
+
 class Announced(NamedTuple):
     """The limits of a chunk."""
 
@@ -50,23 +54,24 @@ class ChunkVerifier:
 
     Args:
         request: the request of the attempt; `sampling.n` has no effect.
+        row_kind: shape and dtype of the rows of earlier attempts, which these rows follow; None: there are none.
     """
 
     num_tokens = num_rows = 0
     end: End | None = None
     """The end in the terminal chunk; None while the stream is open."""
     _next_chunk = _num_prompt_logprobs = 0
-    _row_shape: tuple[int, int] | None = None
-    _row_dtype: str | None = None
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, row_kind: RowKind | None = None) -> None:
         sampling = request.sampling
         self._prompt_len = request.prompt_len
         self._max_tokens = MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
         self._top_width = sampling.logprobs
         self._is_without_logprobs = self._top_width is None
         self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
-        self._needs_routing = request.return_routed_experts is True
+        self._needs_routing = request.return_routed_experts is True or row_kind is not None
+        self.row_kind = row_kind
+        """The argument, then that of the rows."""
         self._has_masks = request.return_sampling_mask
         self.start = request.routed_experts_prompt_start
         """The position of the first row."""
@@ -102,8 +107,9 @@ class ChunkVerifier:
     def _add_rest(self, chunk: Chunk, num_tokens: int) -> None:
         """Verify what is no token, after `num_tokens` tokens."""
         end, part, num_rows, found = chunk.end, chunk.routed_experts, self.num_rows, self._num_prompt_logprobs
+        kind = self.row_kind
         if part is not None:
-            self._check_rows(part)
+            kind = self._check_rows(part)
             num_rows += part.shape[0]
             # A row without its token would leave no start for the rows of the next attempt.
             if num_rows > self._prompt_rows + num_tokens:
@@ -116,9 +122,7 @@ class ChunkVerifier:
             self._check_prompt_logprobs(end, num_tokens, found)
         elif chunk.chunk_index and not has_new:
             raise RemoteProtocolError(f"chunk {chunk.chunk_index} is empty")
-        if part is not None:
-            self._row_shape, self._row_dtype = part.shape[1:], part.dtype
-        self.num_rows, self._num_prompt_logprobs, self.end = num_rows, found, end
+        self.num_rows, self._num_prompt_logprobs, self.end, self.row_kind = num_rows, found, end, kind
 
     def _reject_excess(self, num_tokens: int, num_rows: int) -> NoReturn:
         allowed = f"{self._max_tokens} and {self._prompt_rows + num_tokens}"
@@ -157,15 +161,14 @@ class ChunkVerifier:
         if end.error is None and found != expected:
             raise RemoteProtocolError(f"received {found} of {expected} prompt logprobs")
 
-    def _check_rows(self, part: RoutedExperts) -> None:
+    def _check_rows(self, part: RoutedExperts) -> RowKind:
         expected = self.start + self.num_rows
         if part.start != expected:
             raise RemoteProtocolError(f"received rows from position {part.start}, expected position {expected}")
-        known = self._row_shape is not None
-        if known and (part.shape[1:] != self._row_shape or part.dtype != self._row_dtype):
-            raise RemoteProtocolError(
-                f"routed experts changed from {self._row_shape} {self._row_dtype} to {part.shape[1:]} {part.dtype}"
-            )
+        kind = *part.shape[1:], part.dtype
+        if self.row_kind not in (None, kind):
+            raise RemoteProtocolError(f"routed experts changed from {self.row_kind} to {kind}")
+        return kind
 
     def _check_totals(self, end: End, num_tokens: int, num_rows: int) -> None:
         if (end.num_tokens, end.num_rows) != (num_tokens, num_rows):
@@ -179,7 +182,9 @@ class ChunkVerifier:
                 raise RemoteProtocolError("the terminal chunk has no start of routed experts")
             return
         expected = expected_rows(self._prompt_len, self.start, num_tokens)
-        if end.routed_experts_start != self.start or num_rows != expected:
+        # An abort may come between rows and their tokens.
+        most = num_rows if end.finish_reason is FinishReason.ABORT else expected
+        if end.routed_experts_start != self.start or not expected <= num_rows <= most:
             raise RemoteProtocolError(
                 f"received {num_rows} rows from {end.routed_experts_start} for {num_tokens} tokens after a prompt of "
                 f"{self._prompt_len}; expected {expected} rows from {self.start}"
@@ -280,6 +285,7 @@ class ResponseStream:
     """The end of the whole stream; None while it is open."""
     _connector: str | None = None
     _num_chunks = _num_rows = _weight_version = 0
+    _row_kind: RowKind | None = None
     _lora_version: int | None = None
     # The next token is the first of an attempt or phase that continues from earlier tokens. The KV of these tokens and
     # the prompt has this token's weight version.
@@ -338,12 +344,14 @@ class ResponseStream:
             RemoteProtocolError: it is not the next chunk, or contradicts earlier chunks; nothing was added.
         """
         if self._verifier is None:
-            self._verifier = ChunkVerifier(self.asked)
+            self._verifier = ChunkVerifier(self.asked, self._row_kind)
         self._verifier.add(chunk)
         end = chunk.end
         if self._held is None and (chunk.token_ids_data if end is None else self.phase != "prefill"):
             # The usual case: nothing is held back.
             return [self._deliver(chunk)]
+        if self._held and end is not None and end.finish_reason is FinishReason.ABORT and not chunk.token_ids_data:
+            return [self.abort()]  # without rows whose tokens the abort has discarded
         found = self._held or []
         if end is None and not chunk.token_ids_data:
             found.append(chunk)
@@ -449,6 +457,8 @@ class ResponseStream:
     def _start_attempt(self, request: GenerateRequest, phase: Literal["decode"] | None = None) -> GenerateRequest:
         self.asked, self.phase = request, phase
         self._is_resumed = self.num_tokens > 0
+        if self._verifier is not None:
+            self._row_kind = self._verifier.row_kind if self._num_rows else None
         self._verifier = self._held = None
         self.is_prefilled = False
         return request
@@ -472,7 +482,7 @@ class ResponseStream:
         sampling = self.asked.sampling
         self.phase, self._connector = "prefill", connector
         request = replace(self.asked, sampling=replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1)))
-        self._verifier = ChunkVerifier(request)
+        self._verifier = ChunkVerifier(request, self._row_kind)
         return request
 
     def next_phase(self) -> GenerateRequest:
