@@ -245,13 +245,17 @@ class Inbox:
     def _notify_calls(self) -> None:
         # Clear each flag before reading the data that it stands for. Later changes set it again.
         self._is_due = False
-        while self._calls:
-            call = self._calls.popleft()
-            call.is_due = False
-            if call.other_loop is None:
-                call.notify()
-            else:
-                call.notify_caller()
+        try:
+            while self._calls:
+                call = self._calls.popleft()
+                call.is_due = False
+                if call.other_loop is None:
+                    call.notify()
+                else:
+                    call.notify_caller()
+        finally:
+            if self._calls:  # a callback of the caller has failed
+                asyncio.get_running_loop().call_soon(self._notify_calls)
 
 
 class SharedInbox:

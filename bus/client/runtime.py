@@ -293,7 +293,7 @@ class Runtime:
         self._failure.__cause__ = error
         self._end_calls(why)
         for call in list(self._calls.values()):
-            call.notify_caller()
+            asyncio.get_running_loop().call_soon(call.notify_caller)
 
     def _end_calls(self, message: str) -> None:
         # Copies: callers in the loops of other threads open and remove calls meanwhile.

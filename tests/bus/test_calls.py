@@ -157,6 +157,17 @@ def test_a_callback_that_is_added_after_the_end_runs_immediately() -> None:
     assert heard == [call]
 
 
+async def test_a_callback_that_fails_keeps_no_other_caller_waiting() -> None:
+    """If the callback of a call raises an error, the callers of others that ended with it are notified too."""
+    box, ended = Inbox(asyncio.get_running_loop().call_soon), asyncio.Event()
+    calls = [new_call(box), new_call(box)]
+    calls[0].when_ended(lambda _: list[None]().pop())
+    calls[1].when_ended(lambda _: ended.set())
+    for call in calls:
+        call.finish(CallResult((), None))
+    await ended.wait()
+
+
 def test_an_invalid_request_raises_its_error_in_the_thread_of_the_caller() -> None:
     """An invalid request raises its error when the caller opens it, not on the bus thread."""
     box, _ = inbox()
