@@ -7,6 +7,7 @@ was placed. A request that has left the queue without a worker's offer is an orp
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -482,7 +483,8 @@ class RequestDispatcher:
                     stored[lane] = await stored_in(self._nats, self._subjects, *lane)
                 except BusBroken as exc:
                     logger.warning("queue.search_failed error=%s", exc)
-                    return
+                    # The others may have orphans.
+                    stored[lane] = StoredRange(has_waiting=True, age_s=math.inf)
                 # A worker may have admitted the request during the await.
                 continue
             num_looked_for += 1

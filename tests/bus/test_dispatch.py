@@ -8,7 +8,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import rollbus
-from rollbus import Generation, NoWorkers, RequestRejected
+from rollbus import BusBroken, Generation, NoWorkers, RequestRejected
 from rollbus.bus.protocol.queue.placement import rendezvous
 from rollbus.bus.queue.streams import StoredRange, set_limits, stored_in, stream_name
 from rollbus.bus.subjects import Subjects
@@ -74,8 +74,18 @@ async def test_a_request_beyond_the_queue_limit_fails_with_queue_full(nats_url: 
 async def test_requests_of_a_purged_queue_are_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client searches for requests that wait for long, and publishes orphans of a purged stream again."""
+    """The client searches for requests that wait for long, and publishes orphans of a purged stream again.
+
+    A lane that cannot be read hides no orphan of another lane.
+    """
     count = 3
+
+    async def stored(nats: Client, subjects: Subjects, model: str, lane: Lane) -> StoredRange:
+        if lane == "high":
+            raise BusBroken("no answer")
+        return await stored_in(nats, subjects, model, lane)
+
+    monkeypatch.setattr("rollbus.bus.client.dispatch.stored_in", stored)
     monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.2)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
@@ -83,9 +93,9 @@ async def test_requests_of_a_purged_queue_are_published_again(
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers()
-        waiting = [tasks.create_task(rb.complete(request(1))) for _ in range(count)]
+        unread, *waiting = [tasks.create_task(rb.complete(request(1, priority=-(not i)))) for i in range(count + 1)]
         name = stream_name(idle.subjects, "m", "normal")
-        while (await jetstream(idle).stream_info(name)).state.messages < count:
+        while (await jetstream(idle).stream_info(name)).state.messages <= count:
             pass
         await jetstream(idle).purge_stream(name)
         async with worker_by_hand(nats_url, fleet, "other") as worker, asyncio.timeout(SOON_S):
@@ -95,6 +105,7 @@ async def test_requests_of_a_purged_queue_are_published_again(
                 await answer(worker, number, each)
             generations = [await task for task in waiting]
         assert rb.stats().orphans == count
+        unread.cancel()
 
     assert {each.key.attempt for each in taken} == {1}
     assert {each.queued.lane for each in taken if each.queued} == {"resume"}
