@@ -17,7 +17,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ...schemas.chunk import Chunk
-from ...schemas.control import DesiredState, LoadLora, Resume, Wake, lora_register
+from ...schemas.control import DesiredState, Recorded, Resume, UnloadLora, Wake, lora_register
 from ...schemas.decoding import WIRE_VERSION
 from ...schemas.errors import BusBroken, ErrorCode, RemoteProtocolError, RollbusError
 from ...schemas.limits import MAX_WEIGHT_VERSION
@@ -29,7 +29,7 @@ from ..nats.connection import Connection, publish
 from ..nats.library import Msg
 from ..protocol.attempt import events as on
 from ..protocol.attempt.suspects import BUSY_FACTOR, SILENT_S, Engine, SilenceWatch
-from ..protocol.fleet.desired import effective, target_version
+from ..protocol.fleet.desired import WEIGHTS, effective
 from ..protocol.fleet.presence import PresenceTable
 from ..protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
 from ..protocol.stream.response_stream import Announced, announced_by, are_within, problem_of
@@ -48,8 +48,8 @@ UNREADABLE_S: Final = 10.0
 """Seconds without another read after one that failed. Versions are not checked meanwhile, and workers get no new ones:
 a version is recorded before a worker loads it."""
 ENDED_S: Final = 60.0
-"""Seconds after the record of an adapter's end in which frames of it may arrive, also if clocks differ. Its version is
-in no state then."""
+"""Seconds after the record of an adapter's end, or of a rollback, in which frames of the version before may arrive, also
+if clocks differ. That version is in no state then."""
 NOT_CHECKED: Final = (MAX_WEIGHT_VERSION, MAX_WEIGHT_VERSION)
 SILENCE_ROUND_S: Final = 1.0
 """Seconds between two checks for silent workers."""
@@ -184,13 +184,17 @@ def _recorded_versions(state: DesiredState | None, worker: str, lora: str) -> tu
     """Return the recorded versions of the weights and of this adapter; 0: none."""
     if state is None:
         return 0, 0
-    recorded = effective(state, worker).get(lora_register(lora))
-    version = 0
-    if recorded is not None and isinstance(recorded.command, LoadLora):
-        version = recorded.command.version
-    elif recorded is not None and abs(time.time() - recorded.at) < ENDED_S:
-        version = MAX_WEIGHT_VERSION
-    return target_version(state, worker) or 0, version
+    registers = effective(state, worker)
+    return _greatest_of(registers.get(WEIGHTS)), _greatest_of(registers.get(lora_register(lora)))
+
+
+def _greatest_of(recorded: Recorded | None) -> int:
+    """Return the greatest version of which frames may arrive after this command."""
+    command = None if recorded is None else recorded.command
+    ends = getattr(command, "allow_rollback", isinstance(command, UnloadLora))
+    if recorded is not None and ends and abs(time.time() - recorded.at) < ENDED_S:
+        return MAX_WEIGHT_VERSION
+    return getattr(command, "version", 0)
 
 
 @dataclass(slots=True)

@@ -256,16 +256,21 @@ async def test_a_version_that_is_recorded_is_news(nats_url: str, fleet: str, mon
 
 
 async def test_tokens_of_a_version_that_is_rolled_back_are_accepted(nats_url: str, fleet: str) -> None:
-    """Tokens that arrive after the presence of a rollback may still be of the version of the tokens before them."""
+    """Tokens that arrive after the presence of a rollback may still be of the version of the tokens before them.
+
+    While the rollback is recent, this holds for the first tokens of a request too.
+    """
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         await announced(worker, rb, version=5)
-        completing = tasks.create_task(rb.complete(request(2)))
-        key = await worker.next_key()
-        await worker.frame(0, replace(chunk(key, 0, 7), weight_version=5), admitted=(key,))
+        completing = [tasks.create_task(rb.complete(request(2))) for _ in range(2)]
+        key, late = [await worker.next_key() for _ in range(2)]
+        await worker.frame(0, replace(chunk(key, 0, 7), weight_version=5), admitted=(key, late))
         await worker.acked(0)
         await announced(worker, rb, version=4)
         await worker.frame(1, replace(chunk(key, 1, 7, total=2), weight_version=5))
-        assert (await completing).weight_versions.tolist() == [5, 5]
+        await record(nats_url, fleet, 4, allow_rollback=True)
+        await worker.frame(2, replace(chunk(late, 0, 7, 7, total=2), weight_version=5))
+        assert [(await each).weight_versions.tolist() for each in completing] == [[5, 5]] * 2
 
 
 async def test_a_worker_whose_presence_is_late_costs_one_read(
@@ -307,10 +312,11 @@ async def test_versions_are_not_checked_while_the_record_cannot_be_read(
     assert "token id 100" in error.message
 
 
-async def record(nats_url: str, fleet: str, version: int) -> None:
+async def record(nats_url: str, fleet: str, version: int, *, allow_rollback: bool = False) -> None:
     """Record a version of the weights."""
     async with opened(nats_url) as nats:
-        command = UpdateWeights(id="u", source=WeightSource(path="/m"), version=version)
+        source = WeightSource(path="/m")
+        command = UpdateWeights(id="u", source=source, version=version, allow_rollback=allow_rollback)
         await DesiredStore(nats, Subjects(fleet)).record(MODEL, command)
 
 
