@@ -48,8 +48,8 @@ UNREADABLE_S: Final = 10.0
 """Seconds without another read after one that failed. Versions are not checked meanwhile, and workers get no new ones:
 a version is recorded before a worker loads it."""
 ENDED_S: Final = 60.0
-"""Seconds after the record of an adapter's end, or of a rollback, in which frames of the version before may arrive, also
-if clocks differ. That version is in no state then."""
+"""Seconds after the record of an adapter's end, or of a rollback, in which frames of its version may arrive, also if
+clocks differ. That version is in no state then."""
 NOT_CHECKED: Final = (MAX_WEIGHT_VERSION, MAX_WEIGHT_VERSION)
 SILENCE_ROUND_S: Final = 1.0
 """Seconds between two checks for silent workers."""

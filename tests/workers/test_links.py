@@ -3,7 +3,9 @@
 import sys
 
 import pytest
+from msgspec.structs import replace
 
+from rollbus.bus.protocol.fleet.leases import MAX_INCARNATIONS
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, InvalidRequest
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
@@ -136,6 +138,16 @@ def test_the_link_of_a_lost_client_is_removed_after_a_while() -> None:
     links.on_link_message("alice", ear.message(), LATE + 100)
     ear.hear()
     assert (ear.receiver.incarnation, ear.receiver.link) == ("w1", 1)
+
+
+def test_invented_incarnations_leave_few_links() -> None:
+    """Of a client that sends requests with ever new incarnations, few lost links are kept."""
+    links, ear = linked()
+    for number in range(50):
+        origin = replace(ear.origin("r"), incarnation=f"i{number}", message=None)
+        links.reject(origin, InvalidRequest(field="f", problem="p", allowed="a"), NOW)
+    links.expire(NOW)
+    assert sum(1 for _ in links.outbound.links()) <= 2 * MAX_INCARNATIONS
 
 
 def test_a_later_client_incarnation_ends_the_requests_of_the_earlier_incarnation() -> None:

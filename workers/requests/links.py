@@ -7,10 +7,11 @@ the queue only after the client has acknowledged the offer, has aborted the requ
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ...bus.logs import RejectionCount
-from ...bus.protocol.fleet.leases import ClientLeases, EndedIncarnation
+from ...bus.protocol.fleet.leases import MAX_INCARNATIONS, ClientLeases, EndedIncarnation
 from ...bus.protocol.states import WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
@@ -322,9 +323,11 @@ class WorkerLinks:
                 self._mark_lost(ended, now, instructions)
         lost = [(link.lost_at, link) for link in self.outbound.links() if link.lost_at is not None]
         excess = self.outbound.held_bytes - self._max_held_bytes
+        left = Counter(link.client for _, link in lost)
         for lost_at, link in sorted(lost, key=lambda item: item[0]):
-            # Frames of dead clients must not block live clients.
-            if now - lost_at > REMEMBER_S or excess > 0:
+            left[link.client] -= 1
+            # Frames of dead clients must not block live clients, and a client may invent incarnations.
+            if now - lost_at > REMEMBER_S or excess > 0 or left[link.client] >= MAX_INCARNATIONS:
                 excess -= link.held_bytes
                 self._remove_link(link, instructions)
         for request in self.requests:
