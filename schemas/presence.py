@@ -146,8 +146,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the engine."""
     max_model_len: Positive
     """Maximum number of prompt and generated tokens together."""
-    vocab_size: Positive
-    """Size of the vocabulary."""
+    vocab_size: Annotated[int, Meta(ge=1, le=limits.MAX_TOKEN_ID + 1)]
+    """Vocabulary size."""
     max_num_seqs: Positive
     """Requests that run at once. Further requests wait inside the engine."""
     max_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]

@@ -237,6 +237,18 @@ def test_a_second_worker_that_offers_an_attempt_gets_an_abort() -> None:
     assert (request.worker, request.incarnation) == ("w0", "one")
 
 
+def test_a_worker_cannot_send_back_a_request_of_which_it_sent_tokens() -> None:
+    """A placed request with tokens fails if its worker has no slot for it: another worker would repeat the tokens."""
+    request = machine()
+    request.handle(possible(direct_to="w0"), 1.0)
+    request.handle(on.Offered("w0", "one"), 2.0)
+    job = Job("w0", request.key, request.stream.asked, is_prefill=False)
+    job.chunk(2)
+    job.chunk(0, ChunkError(ErrorCode.QUEUE_FULL, "full"))
+    told = [kinds(request.add(each, 3.0)[1]) for each in job.wire if each is not None]
+    assert told == [[on.ClearSuspicion], [on.Retract, on.Fail]]
+
+
 def test_an_ended_request_answers_each_offer_with_an_abort() -> None:
     """An ended request answers each offer with an abort, also an offer of its former worker.
 

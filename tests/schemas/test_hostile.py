@@ -32,7 +32,7 @@ from rollbus.schemas.messages import (
 )
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest, request_id_of
-from tests.support.fleet import presence
+from tests.support.fleet import capabilities, presence
 
 pack = msgspec.msgpack.encode
 PROMPT = b"\x01\x00\x00\x00"
@@ -244,11 +244,14 @@ def test_chunks_that_contradict_themselves_are_refused(fields: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
-    "field", [("worker", "a.b"), ("worker", ""), ("model", ""), ("model", "a\x00"), ("lease_s", 0), ("free_slots", -1)]
+    ("field", "value"),
+    [("worker", "a.b"), ("worker", ""), ("model", ""), ("model", "a\x00"), ("lease_s", 0), ("free_slots", -1)]
+    + [("vocab_size", 2**31 + 1)],
 )
-def test_a_presence_with_invalid_names_or_numbers_is_refused(field: tuple[str, object]) -> None:
+def test_a_presence_with_invalid_names_or_numbers_is_refused(field: str, value: object) -> None:
     """A worker's names and numbers are validated before any message is sent to it."""
-    fields = msgspec.json.decode(encode_json(presence())) | dict([field])
+    fields = msgspec.to_builtins(presence(capabilities=capabilities()))
+    (fields["capabilities"] if field == "vocab_size" else fields)[field] = value
     with pytest.raises(RemoteProtocolError, match="presence"):
         decode_presence(msgspec.json.encode(fields))
 

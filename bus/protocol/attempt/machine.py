@@ -425,7 +425,8 @@ class AttemptMachine:
         passed_on = PASSED_ON | ({ErrorCode.UNSUPPORTED} if self.stream.phase == "prefill" else set())
         if self.state in HANDED_TO_ONE and error.code in passed_on:
             return self._withdraw(error, now)
-        if self.state is RequestState.RUNNING and self.is_placed and error.code is ErrorCode.QUEUE_FULL:
+        is_running = self.state is RequestState.RUNNING and not self.has_token
+        if is_running and self.is_placed and error.code is ErrorCode.QUEUE_FULL:
             # The request waited there for a slot, behind others of its group. The worker's engine has not received it.
             self.workers = self.workers[:-1]
             return self._withdraw(error, now)

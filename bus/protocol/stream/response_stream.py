@@ -65,7 +65,8 @@ class ChunkVerifier:
     def __init__(self, request: GenerateRequest, row_kind: RowKind | None = None) -> None:
         sampling = request.sampling
         self._prompt_len = request.prompt_len
-        self._max_tokens = MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+        # Prompt and tokens together must fit the request of a later attempt.
+        self._max_tokens = MAX_TOKENS - self._prompt_len if sampling.max_tokens is None else sampling.max_tokens
         self._top_width = sampling.logprobs
         self._is_without_logprobs = self._top_width is None
         self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
