@@ -245,8 +245,10 @@ def test_chunks_that_contradict_themselves_are_refused(fields: dict[str, Any], t
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("worker", "a.b"), ("worker", ""), ("model", ""), ("model", "a\x00"), ("lease_s", 0), ("free_slots", -1)]
-    + [("vocab_size", 2**31 + 1)],
+    [
+        *(("worker", "a.b"), ("worker", ""), ("model", ""), ("model", "a\x00")),
+        *(("lease_s", 0), ("free_slots", -1), ("vocab_size", 2**31 + 1)),
+    ],
 )
 def test_a_presence_with_invalid_names_or_numbers_is_refused(field: str, value: object) -> None:
     """A worker's names and numbers are validated before any message is sent to it."""

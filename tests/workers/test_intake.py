@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestRejected
 from rollbus.schemas.limits import MAX_DELIVERIES
-from rollbus.schemas.messages import KvTransfer, RequestKey
+from rollbus.schemas.messages import KvTransfer, RequestKey, RequestMessage, encode
 from rollbus.schemas.presence import Capabilities, ClientState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
@@ -29,6 +30,7 @@ from rollbus.workers.requests.admission import (
     check_request,
     wait_for_weights_s,
 )
+from rollbus.workers.requests.incoming import IncomingRequest
 from rollbus.workers.worker import Worker
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
@@ -164,6 +166,14 @@ async def test_a_request_without_an_id_or_with_another_client_is_discarded(heard
 
         assert worker.stats().intake.bad == 2
         await client.until_left(0)
+
+
+@pytest.mark.parametrize(("length", "group"), [(256, "g" * 256), (257, None)])
+def test_a_worker_remembers_no_group_with_a_long_name(length: int, group: str | None) -> None:
+    """The name of a group is bounded before its request is validated: the worker remembers a thousand of them."""
+    request = msgspec.Raw(msgspec.msgpack.encode({"request_id": "r", "group_id": "g" * length}))
+    data = encode(RequestMessage(client="eve", incarnation="1", request=request))
+    assert IncomingRequest.decode("eve", data).group() == (group, False)
 
 
 @pytest.mark.proves("P40")

@@ -9,7 +9,7 @@ from ...bus.protocol.queue.fairness import Turn
 from ...bus.queue.puller import QueuedRequest
 from ...bus.subjects import Subjects
 from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
-from ...schemas.limits import MAX_DELIVERIES
+from ...schemas.limits import MAX_DELIVERIES, Name
 from ...schemas.messages import RequestKey, RequestMessage, Sibling, decode_request, decode_request_message
 from ...schemas.request import GenerateRequest, request_id_of
 from .admission import Versions, check_lag, check_reply_to
@@ -20,9 +20,10 @@ MAX_INDEX = 2**31 - 1
 
 
 class _Ids(msgspec.Struct):
-    request_id: str
-    group_id: str | None = None
-    session_id: str | None = None
+    # Bounded: the worker remembers groups of requests that it has not validated yet.
+    request_id: Name
+    group_id: Name | None = None
+    session_id: Name | None = None
 
 
 _ids_decoder = msgspec.msgpack.Decoder(_Ids)
