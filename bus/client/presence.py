@@ -509,12 +509,13 @@ class ModelNames:
 
 
 class _SharedRead(Generic[T]):
-    """A read whose result calls share that wait at the same time."""
+    """A read whose result or error calls share that wait at the same time."""
 
     def __init__(self) -> None:
         self._reading = asyncio.Lock()
         self._tried_at = self._read_at = -math.inf
         self._found: T
+        self._error: RollbusError | None
 
     async def get(self, read: Callable[[], Awaitable[T]], *, every_s: float = 0.0) -> T:
         """Return what a read finds that begins after this call, and `every_s` seconds after the last one."""
@@ -523,6 +524,12 @@ class _SharedRead(Generic[T]):
             if self._read_at < asked_at:
                 await asyncio.sleep(max(self._tried_at + every_s - time.monotonic(), 0.0))
                 self._tried_at = began_at = time.monotonic()
-                self._found = await read()
+                try:
+                    self._found, self._error = await read(), None
+                except RollbusError as exc:
+                    # Each of a thousand requests would wait for the errors of all before it.
+                    self._error = exc
                 self._read_at = began_at
+            if self._error is not None:
+                raise self._error
             return self._found

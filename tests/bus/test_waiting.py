@@ -13,12 +13,13 @@ import rollbus
 from rollbus.bus.client import config
 from rollbus.bus.client import presence as watching
 from rollbus.bus.client.config import BOUNDS_S, DurationsByModel
+from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected, publish
 from rollbus.bus.nats.server import Server
 from rollbus.bus.protocol.fleet.presence import FleetSnapshot
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.errors import ErrorCode, InvalidRequest, NoWorkers, RequestTimeout
+from rollbus.schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestTimeout
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import presence, synthetic_worker
@@ -146,6 +147,24 @@ async def test_the_option_ends_with_no_workers(nats_url: str, fleet: str) -> Non
         for name in (None, "m"):
             with pytest.raises(NoWorkers):
                 await rb.complete(greedy(1, 5, model=name))
+
+
+async def test_requests_share_the_error_of_a_slow_read(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the recorded models cannot be read, requests fail together, and do not wait for one read each."""
+    reads: list[None] = []
+
+    async def fails(_store: DesiredStore) -> None:
+        reads.append(None)
+        await asyncio.sleep(0.2)
+        raise BusBroken("no answer")
+
+    monkeypatch.setattr(DesiredStore, "models", fails)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
+        for _ in range(20):
+            tasks.create_task(_failing(rb))
+    assert len(reads) <= 2
 
 
 async def _failing(rb: rollbus.Client) -> NoWorkers:
