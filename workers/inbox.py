@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from ..bus.logs import RejectionCount
@@ -26,13 +27,13 @@ SHOWN_S: Final = 60.0
 """Seconds for which the presence of the worker names the sender of the last flood."""
 
 
+@dataclass(slots=True)
 class _GuardedSubject:
-    def __init__(self, subject: str, handler: Callable[[Msg], None], meter: FloodMeter) -> None:
-        self.subject = subject
-        self.handler = handler
-        self.meter = meter
-        self.subscription: Subscription | None = None
-        self.back_at = 0.0
+    subject: str
+    handler: Callable[[Msg], None]
+    meter: FloodMeter
+    subscription: Subscription | None = None
+    back_at: float = 0.0
 
 
 class WorkerInbox:

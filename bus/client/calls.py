@@ -249,10 +249,7 @@ class Inbox:
             while self._calls:
                 call = self._calls.popleft()
                 call.is_due = False
-                if call.other_loop is None:
-                    call.notify()
-                else:
-                    call.notify_caller()
+                call_in(call.other_loop, call.notify)
         finally:
             if self._calls:  # a callback of the caller has failed
                 asyncio.get_running_loop().call_soon(self._notify_calls)
@@ -265,16 +262,14 @@ class SharedInbox:
 
     Args:
         inbox: notifies the reader, and each call of its end.
-        wake: wakes the reader. Called in the reader's loop.
+        notify: wakes the reader. Called in the reader's loop.
     """
 
-    other_loop: Final = None
-    """As in `Call`. `notify` runs in the owner's loop and calls `wake` in the reader's."""
-
-    def __init__(self, inbox: Inbox, wake: Callable[[], None]) -> None:
+    def __init__(self, inbox: Inbox, notify: Callable[[], None]) -> None:
         self._inbox = inbox
-        self._wake = wake
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.notify = notify
+        self.other_loop: asyncio.AbstractEventLoop | None = None
+        """As in `Call`."""
         # Its own counters: chunks are counted as read together. Sizes beside them would cost a tuple for each.
         self.unread = Unread()
         self.chunks: deque[Chunk] = deque()
@@ -287,12 +282,8 @@ class SharedInbox:
         if call.result is not None:
             self._inbox.add(call)
         elif not self.is_due:
-            self._loop = call.other_loop
+            self.other_loop = call.other_loop
             self._inbox.add(self)
-
-    def notify(self) -> None:
-        """Wake the reader. Call this in the owner's loop."""
-        _call_in(self._loop, self._wake)
 
     def take(self) -> list[Chunk]:
         """Return all chunks, and count them as read. Call this in the reader's loop."""
@@ -306,7 +297,7 @@ class SharedInbox:
         self._inbox.shared.discard(self)
 
 
-def _call_in(loop: asyncio.AbstractEventLoop | None, callback: Callable[[], None]) -> None:
+def call_in(loop: asyncio.AbstractEventLoop | None, callback: Callable[[], None]) -> None:
     """Call `callback` in the loop of another thread. None: call it here."""
     if loop is None:
         callback()
@@ -450,10 +441,6 @@ class Call(msgspec.Struct, eq=False):
         if self.result is not None and self._on_end is not None:
             callback, self._on_end = self._on_end, None
             callback(self)
-
-    def notify_caller(self) -> None:
-        """Call `notify` in the loop of the caller. Call this in the owner's loop."""
-        _call_in(self.other_loop, self.notify)
 
     def when_ended(self, callback: Callable[["Call"], None]) -> None:
         """Call `callback` once when the call has ended, or immediately if it has ended."""

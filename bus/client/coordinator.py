@@ -23,7 +23,7 @@ from ...schemas.messages import Frame, FrameHeader, RequestKey
 from ..protocol.attempt import events as on
 from ..protocol.attempt.events import Event, Instruction
 from ..protocol.attempt.machine import OUT, TIMED, AttemptMachine, RequestState
-from ..protocol.attempt.suspects import Company, Engine, Suspects
+from ..protocol.attempt.suspects import NOWHERE, Company, Engine, Suspects
 from ..protocol.fleet.presence import LostWorker, Survivor
 from ..protocol.queue.load import PrefixScope
 from ..protocol.queue.placement import PlacedRequest, PlacementNeeds
@@ -415,7 +415,7 @@ class AttemptCoordinator:
         # A worker serves one model.
         model = next(iter(errors)).open_call.model
         # Requests that waited at the worker for a slot were not in the engine.
-        here = self.open_children(lambda child: is_at(child, engine) and child.has_begun)
+        here = self.open_children(lambda child: child.engine == engine and child.has_begun)
         company = self._suspects.at_death(engine, Company(len(here), sum(not child.has_token for child in here)))
         untokened = [child for child in errors if child.has_begun and not child.has_token]
         poison = self._suspects.record_death(engine, model, untokened, was_alone=company.num_untokened == 1)
@@ -473,7 +473,7 @@ class AttemptCoordinator:
         reason = f"worker {lost.worker} was lost: {lost.reason}"
         if lost.is_death:
             engine = lost.worker, lost.incarnation
-            victims = self.open_children(lambda child: is_at(child, engine))
+            victims = self.open_children(lambda child: child.engine == engine)
             self.on_engine_death(engine, dict.fromkeys(victims, ChunkError(ErrorCode.WORKER_LOST, reason)))
         self._mark_lost_where(
             lambda child: child.worker == lost.worker and (lost.is_final or child.incarnation == lost.incarnation),
@@ -494,9 +494,7 @@ class AttemptCoordinator:
         """
         self._mark_lost_where(
             lambda child: (
-                child.worker is not None
-                and child.since < offered_before
-                and (child.worker, child.incarnation) not in incarnations
+                child.worker is not None and child.since < offered_before and child.engine not in incarnations
             ),
             ErrorCode.WORKER_LOST,
             "the incarnation of the worker that offered to run the request has ended",
@@ -504,41 +502,33 @@ class AttemptCoordinator:
 
     def mark_lost(self, worker: str, incarnation: str, reason: str) -> None:
         """Mark the requests of one incarnation of a worker as lost."""
-        lost = worker, incarnation
-        self._mark_lost_where(lambda child: (child.worker, child.incarnation) == lost, ErrorCode.WORKER_LOST, reason)
-
-    def fail_unreadable(self, worker: str, header: FrameHeader, reason: str) -> None:
-        """Fail the one request that an undecodable frame of `worker` names, unless another worker has it."""
-        (key,) = header.keys
-        self.fail_false((worker, header.incarnation), key, _unreadable(worker, reason))
+        self._mark_lost_where(lambda child: child.engine == (worker, incarnation), ErrorCode.WORKER_LOST, reason)
 
     def fail_false(self, engine: Engine, key: RequestKey, message: str) -> None:
         """Fail the request of a chunk that is wrong as `protocol_error`, unless another worker has the request."""
         child = self.find(key.request_id, key.attempt, key.child)
-        if child is not None and (child.worker, child.incarnation) in ((None, None), engine):
+        if child is not None and child.engine in (NOWHERE, engine):
             self.send(child, on.Failed(child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)))
             child = None
         self.refuse_offer(child, engine[0], key)
 
-    def retry_unreadable(self, incarnation: tuple[str, str], header: FrameHeader | None, reason: str) -> None:
+    def retry_unreadable(self, engine: Engine, header: FrameHeader | None, message: str) -> None:
         """Resume the requests of a worker whose frame cannot be decoded as new attempts.
 
         A request is a suspect if its chunk cannot be decoded. If the frame does not show which chunk that is, all
         requests of the worker are suspects. A request that is a suspect at two workers fails.
         """
-        worker = incarnation[0]
+        worker, _ = engine
         offered, suspects = (frozenset(), frozenset()) if header is None else (header.keys, header.bad_keys)
         for child in self.open_children(
-            lambda child: (
-                (child.worker, child.incarnation) == incarnation or (child.worker is None and child.key in offered)
-            )
+            lambda child: child.engine == engine or (child.worker is None and child.key in offered)
         ):
             is_suspect = not suspects or child.key in suspects
-            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, _unreadable(worker, reason))
+            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)
             self.send(child, on.Lost(error, unreadable_at=worker if is_suspect else None))
         # The unreadable frame may also have contained their offers.
         for child in self.open_children(lambda child: child.handed_to == worker):
-            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, _unreadable(worker, reason))
+            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)
             self.send(child, on.WorkerSilent(error))
 
     def mark_all_lost(self, reason: str) -> None:
@@ -548,12 +538,3 @@ class AttemptCoordinator:
     def _mark_lost_where(self, is_lost: Callable[[ChildRequest], bool], code: ErrorCode, message: str) -> None:
         for child in self.open_children(is_lost):
             self.send(child, on.Lost(child.open_call.failure(code, message)))
-
-
-def is_at(child: ChildRequest, engine: Engine) -> bool:
-    """Return True if this incarnation of a worker has the child."""
-    return (child.worker, child.incarnation) == engine
-
-
-def _unreadable(worker: str, reason: str) -> str:
-    return f"worker {worker} sent a frame that cannot be decoded: {reason}"

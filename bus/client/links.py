@@ -28,7 +28,7 @@ from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..nats.library import Msg
 from ..protocol.attempt import events as on
-from ..protocol.attempt.suspects import BUSY_FACTOR, SILENT_S, Engine, SilenceWatch
+from ..protocol.attempt.suspects import BUSY_FACTOR, NOWHERE, SILENT_S, Engine, SilenceWatch
 from ..protocol.fleet.desired import WEIGHTS, effective
 from ..protocol.fleet.presence import PresenceTable
 from ..protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
@@ -108,7 +108,7 @@ class ResultCheck:
         for chunk in frame.chunks:
             child = self._coordinator.find(chunk.request_id, chunk.attempt, chunk.child)
             # Chunks of other requests are dropped later.
-            if child is None or (child.worker, child.incarnation) not in ((None, None), engine):
+            if child is None or child.engine not in (NOWHERE, engine):
                 continue
             use = _use_of(child)
             if use not in announced:
@@ -267,6 +267,7 @@ class ClientLinks:
         if so_far := self._rejected.add():
             logger.warning("frame.rejected worker=%s so_far=%s error=%s", worker, so_far, error)
         header, now = decode_frame_header(data), time.monotonic()
+        message = f"worker {worker} sent a frame that cannot be decoded: {error}"
         if header is not None:
             receiver = self._receiver(worker, header, now)
             receivers = [] if receiver is None else [receiver]
@@ -276,11 +277,12 @@ class ClientLinks:
         for receiver in receivers:
             verdict = receiver.receive_unreadable(header, len(data), now)
             if verdict is FrameVerdict.SKIPPED and header is not None:
-                self._coordinator.fail_unreadable(worker, header, str(error))
+                (key,) = header.keys
+                self._coordinator.fail_false((worker, header.incarnation), key, message)
             elif verdict is FrameVerdict.BROKEN:
                 logger.error("link.broken worker=%s link=%r error=%s", worker, receiver, error)
                 self._write_now(worker)
-                self._coordinator.retry_unreadable((worker, receiver.incarnation or ""), header, str(error))
+                self._coordinator.retry_unreadable((worker, receiver.incarnation or ""), header, message)
             else:
                 self._count(verdict)
             self._acknowledge(worker, receiver)
@@ -423,12 +425,12 @@ class SilenceChecks:
         while True:
             await asyncio.sleep(SILENCE_ROUND_S)
             offered = self._coordinator.open_children(lambda child: child.worker is not None)
-            suspended = await self._suspended({child.worker or "" for child in offered})
+            suspended = await self._suspended({child.engine[0] for child in offered})
             now = time.monotonic()
             elapsed_s, checked_at = now - checked_at, now
             if not self._nats.is_connected or elapsed_s > 2 * SILENCE_ROUND_S + STATE_READ_S:
                 # This process did not read, so it cannot judge.
-                suspended = {child.worker or "" for child in offered}
+                suspended = {child.engine[0] for child in offered}
             waiting_since = now - BUSY_FACTOR * SILENT_S
             live = [
                 child
@@ -442,7 +444,7 @@ class SilenceChecks:
             self._move(self.watch.check(live, suspended, elapsed_s, now), now)
 
     def _move(self, children: Sequence[ChildRequest], now: float) -> None:
-        for worker, count in Counter(child.worker or "" for child in children).items():
+        for worker, count in Counter(child.engine[0] for child in children).items():
             logger.warning("worker.silence_detected worker=%s requests=%s", worker, count)
         for child in children:
             silent_s = now - child.heard_at

@@ -38,7 +38,7 @@ from ..protocol.fleet.leases import DEFAULT_LEASE_S
 from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker, WaitLimit
 from ..subjects import CLIENT_CONNECTION
 from ..tracing.spans import TracingStats, make_tracer
-from .calls import Call, CallResult, Inbox, SharedInbox
+from .calls import Call, CallResult, Inbox, SharedInbox, call_in
 from .config import ClientConfig, ClientStats
 from .coordinator import AttemptCoordinator
 from .dispatch import RequestDispatcher
@@ -293,7 +293,7 @@ class Runtime:
         self._failure.__cause__ = error
         self._end_calls(why)
         for call in list(self._calls.values()):
-            asyncio.get_running_loop().call_soon(call.notify_caller)
+            asyncio.get_running_loop().call_soon(call_in, call.other_loop, call.notify)
 
     def _end_calls(self, message: str) -> None:
         # Copies: callers in the loops of other threads open and remove calls meanwhile.

@@ -279,9 +279,8 @@ class StepDispatcher:
                 return
             # The next batch counts its seconds from this step.
             self._gathering.close(request.name)
-        if not self._forward(request, step, self._versions.weight_version, instructions):
+        if not self._forward(request, step, now, instructions):
             return
-        self.experts.add_step(step, request, self._versions.weight_version, now)
         self._stats.count(step, request, now)
         if request.has_token and not had_token:
             request.timeline.add("first_token")
@@ -438,16 +437,11 @@ class StepDispatcher:
         self._stats.cached_prompt_tokens += request.cached_tokens
         self._stats.recomputed_prompt_tokens += max(request.prompt_len - request.cached_tokens, 0)
         request.timeline.add("prefilled", request.prompt_len, request.cached_tokens)
-        for early in ahead:
-            if not self._forward(request, early, self._versions.weight_version, instructions):
-                return False
-            self.experts.add_step(early, request, self._versions.weight_version, now)
-        return True
+        return all(self._forward(request, early, now, instructions) for early in ahead)
 
-    def _forward(
-        self, request: WorkerRequest, step: RequestStep, weight_version: int, instructions: Instructions
-    ) -> bool:
-        """Forward a step of an open request. Return False if that failed the request."""
+    def _forward(self, request: WorkerRequest, step: RequestStep, now: float, instructions: Instructions) -> bool:
+        """Forward a step of an open request, and count its experts. Return False if that failed the request."""
+        weight_version = self._versions.weight_version
         if weight_version != request.timeline.weight_version and len(step.token_ids):
             request.timeline.begin_version(weight_version, request.writer.taken_tokens)
         lora_version = None if request.lora is None else self._versions.loras.get(request.lora)
@@ -457,6 +451,7 @@ class StepDispatcher:
             self._fail_invalid_output(request, exc, instructions)
             return False
         self._outbound.touch(request.outbound)
+        self.experts.add_step(step, request, weight_version, now)
         return True
 
     def _fail_invalid_output(self, request: WorkerRequest, exc: LocalProtocolError, instructions: Instructions) -> None:

@@ -230,6 +230,11 @@ class AttemptMachine:
         return RequestKey(self.stream.request_id, self.stream.attempt, self.stream.child)
 
     @property
+    def engine(self) -> tuple[str, str]:
+        """Worker and incarnation that have the current attempt; empty before an offer."""
+        return self.worker or "", self.incarnation or ""
+
+    @property
     def is_open(self) -> bool:
         """True if the request has not ended."""
         return self.state is not RequestState.ENDED

@@ -23,6 +23,8 @@ AVOID_S: Final = 600.0
 """Seconds for which the client avoids a silent worker, unless the worker sends a token or restarts."""
 Engine = tuple[str, str]
 """Worker and incarnation."""
+NOWHERE: Final[Engine] = ("", "")
+"""The engine of a request that no worker has."""
 R = TypeVar("R", bound=AttemptMachine)
 MAX_DEATHS_REMEMBERED: Final = 1024
 """Deaths of engines whose requests are remembered. Their frames arrive within seconds."""
@@ -52,7 +54,7 @@ class SilenceWatch:
     def limit_s(self, request: AttemptMachine) -> float:
         """Return the seconds for which the worker of `request` may send no token of it."""
         limit_s = SILENT_S + request.stream.asked.prompt_len / PROMPT_TOKENS_PER_S
-        token_at = self._token_at.get((request.worker or "", request.incarnation or ""), request.heard_at)
+        token_at = self._token_at.get(request.engine, request.heard_at)
         return limit_s * BUSY_FACTOR if token_at > request.heard_at else limit_s
 
     def check(self, requests: Iterable[R], suspended: Container[str], elapsed_s: float, now: float) -> list[R]:
@@ -70,9 +72,8 @@ class SilenceWatch:
             if request.worker in suspended:
                 request.heard_at = min(request.heard_at + elapsed_s, now)
             elif request.has_token:
-                engine = request.worker or "", request.incarnation or ""
-                seen[engine] = max(seen.get(engine, request.heard_at), request.heard_at)
-        present = {(request.worker or "", request.incarnation or "") for request in offered}
+                seen[request.engine] = max(seen.get(request.engine, request.heard_at), request.heard_at)
+        present = {request.engine for request in offered}
         self._token_at = {engine: at for engine, at in (self._token_at | seen).items() if engine in present}
         self._forgive(now)
         silent = [
@@ -81,7 +82,8 @@ class SilenceWatch:
             if request.num_moves < MAX_MOVES and now - request.heard_at > self.limit_s(request)
         ]
         for request in silent:
-            self.avoided[request.worker or ""] = _Avoided(request.incarnation or "", now + AVOID_S)
+            worker, incarnation = request.engine
+            self.avoided[worker] = _Avoided(incarnation, now + AVOID_S)
             request.num_moves += 1
         return silent
 

@@ -340,8 +340,7 @@ class LinkSender:
         if chunk is None:
             return False
         self._unsent_bytes -= before - writer.unsent_bytes
-        draft.chunks.append(chunk)
-        draft.room -= writer.last_bytes
+        draft.add(chunk, writer.last_bytes)
         if chunk.end is not None:
             del self._open[writer.key]
         return True
