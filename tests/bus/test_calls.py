@@ -59,20 +59,15 @@ def test_a_blocked_caller_has_at_most_one_waiting_callback() -> None:
     assert len(told) == 2
 
 
-def test_a_call_without_streaming_wakes_its_caller_only_at_its_end() -> None:
-    """Chunks of a call that is not streamed do not wake the caller. Only the end of the call does."""
+def test_a_late_notification_does_not_change_the_end_time_of_a_call() -> None:
+    """The end time of a call is the time at which it ended, also if a blocked loop notifies the caller later.
+
+    Chunks of a call that is not streamed do not wake the caller. Only the end of the call does.
+    """
     box, told = inbox()
     call = new_call(box, streams=False)
     call.deliver([chunk_of(0)])
     assert told == []
-    call.finish(CallResult((), None))
-    assert len(told) == 1
-
-
-def test_a_late_notification_does_not_change_the_end_time_of_a_call() -> None:
-    """The end time of a call is the time at which it ended, also if a blocked loop notifies the caller later."""
-    box, told = inbox()
-    call = new_call(box, streams=False)
     ended: list[float] = []
     call.when_ended(lambda call: ended.append(0.0 if call.result is None else call.result.ended_at))
     before = time.monotonic()

@@ -162,7 +162,12 @@ def chunk(index: int, *tokens: int, rows: tuple[int, int] | None = None, attempt
 
 
 def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
-    """The terminal chunk of an aborted stream counts delivered tokens and rows, but no rows that wait for tokens."""
+    """The terminal chunk of an aborted stream counts delivered tokens and rows, but no rows that wait for tokens.
+
+    Before its first chunk, a stream has nothing to count.
+    """
+    none = ResponseStream(request(), child=0, attempt=3, keep=False).abort()
+    assert (none.chunk_index, none.end.num_tokens, none.end.num_rows) == (0, 0, 0)
     stream = ResponseStream(request(), child=0, attempt=0, keep=True)
     stream.add(chunk(0, 7, rows=(0, 2)))
     assert stream.add(chunk(1, rows=(2, 1))) == []
@@ -197,14 +202,6 @@ def test_an_attempt_with_rows_unlike_those_of_an_earlier_one_is_refused(kind: tu
         last = replace(last, routed_experts=rows, end=End(FinishReason.LENGTH, 2, 2, routed_experts_start=2))
     with pytest.raises(RemoteProtocolError, match=r"routed experts changed|no start of routed experts"):
         stream.add(last)
-
-
-def test_a_stream_can_be_aborted_before_its_first_chunk() -> None:
-    """A stream that is aborted before its first chunk has only a terminal chunk."""
-    stream = ResponseStream(request(), child=0, attempt=3, keep=False)
-    last = stream.abort()
-
-    assert (last.chunk_index, last.end.num_tokens, last.end.num_rows) == (0, 0, 0)
 
 
 @pytest.mark.proves("P50")

@@ -12,7 +12,6 @@ from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.requests.links import REMEMBER_S
-from rollbus.workers.requests.table import Instructions
 from tests.workers.links_support import (
     LATE,
     MAX_PAYLOAD,
@@ -29,28 +28,23 @@ from tests.workers.links_support import (
 
 
 @pytest.mark.proves("P46")
-def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
-    """An offered request stays in the queue until its client acknowledges the frame with the offer."""
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged(has_ended: bool) -> None:
+    """An offered request stays in the queue until its client acknowledges the frame with the offer, also if it ends.
+
+    The worker then keeps no reference to its queue message, and so not to its prompt.
+    """
     links, ear = linked()
-    _, message = ear.offer("r")
+    name, message = ear.offer("r")
+    links.add_steps([step(name, end=has_ended)], NOW)
 
     assert [frame.admitted for frame in ear.hear()] == [[RequestKey("r")]]
     assert links.requests.messages == [message]
     assert links.on_link_message("alice", ear.message(), NOW).ack == [message]
     assert links.requests.messages == []
-    assert len(links.requests) == 1
-
-
-def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() -> None:
-    """The queue message of an ended request stays until its client acknowledges the frame with the offer."""
-    links, ear = linked()
-    name, message = ear.offer("r")
-    links.add_steps([step(name, end=True)], NOW)
-    ear.hear()
-
-    assert len(links.requests) == 0
-    assert links.requests.messages == [message]
-    assert links.on_link_message("alice", ear.message(), NOW).ack == [message]
+    assert len(links.requests) == (not has_ended)
+    unused = queued()
+    assert sys.getrefcount(message) == sys.getrefcount(unused)
 
 
 def test_a_request_whose_offer_is_rejected_is_aborted_and_leaves_the_queue() -> None:
@@ -87,13 +81,18 @@ def test_a_rejected_direct_request_is_not_offered() -> None:
 
 
 def test_the_requests_of_a_closed_client_end_immediately() -> None:
-    """When a client closes, its requests are aborted and leave the queue, and its link is removed."""
+    """When a client closes, its requests are aborted and leave the queue, and its link is removed.
+
+    Its later messages are counted and change nothing.
+    """
     links = make_links()
     ear, other = Ear(links), Ear(links, client="bob", incarnation="b1")
     name, message = ear.offer("r")
     other.offer("r")
     todo = links.on_presence(ear.presence(ClientState.CLOSED), NOW)
+    late = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 100), NOW)
 
+    assert (late.abort, late.ack, links.stats.late_messages) == ([], [], 1)
     assert (todo.abort, todo.ack) == ([name], [message])
     assert len(links.requests) == 1
     assert [link.client for link in links.outbound.links()] == ["bob"]
@@ -169,17 +168,6 @@ def test_a_later_client_incarnation_ends_the_requests_of_the_earlier_incarnation
         assert len(links.requests) == 1
 
 
-def test_messages_of_a_closed_client_change_nothing() -> None:
-    """Messages of a closed client are counted and change nothing."""
-    links, ear = linked()
-    links.on_presence(ear.presence(ClientState.CLOSED), NOW)
-    todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 100), NOW)
-
-    assert (todo.abort, todo.ack) == ([], [])
-    assert list(links.outbound.links()) == []
-    assert links.stats.late_messages == 1
-
-
 @pytest.mark.proves("P63")
 def test_a_fenced_worker_aborts_all_requests_without_acks_or_frames() -> None:
     """A worker that lost its lease aborts all requests, acks nothing, and publishes no more of their frames."""
@@ -216,44 +204,20 @@ def test_a_request_that_is_delivered_again_runs_once() -> None:
 
 
 def test_a_client_that_asks_for_acknowledged_frames_gets_a_new_link() -> None:
-    """If a client asks again for acknowledged frames, the worker drops its link and requests, and opens a new link."""
+    """If a client asks again for acknowledged frames, the worker drops its link and requests, and opens a new link.
+
+    An unread offer goes back to the queue, as the client would not ask for it again.
+    """
     links, ear = linked()
-    name, _ = ear.offer("r")
+    name, _ = ear.offer("heard")
     ear.hear()
     links.on_link_message("alice", ear.message(), NOW)
+    unheard, message = ear.offer("unheard")
     todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 100, True), NOW)
     ear.hear()
 
-    assert todo.abort == [name]
-    assert ear.receiver.link == 1
-    assert len(links.requests) == 0
-
-
-def test_an_unread_offer_on_a_dropped_link_returns_to_the_queue() -> None:
-    """An unread offer on a dropped link goes back to the queue, as its client would not ask for it again."""
-    links, ear = linked()
-    ear.offer("heard")
-    ear.hear()
-    links.on_link_message("alice", ear.message(), NOW)
-    _, message = ear.offer("unheard")
-    (link,) = links.outbound.links()
-    todo = Instructions()
-    links.break_link(link, todo)
-
-    assert (todo.ack, todo.nak) == ([], [(message, 0.0)])
-    assert links.requests.messages == []
-
-
-def test_a_request_that_its_client_owns_keeps_no_queue_message() -> None:
-    """A request that its client owns keeps no reference to its queue message, and so not to its prompt."""
-    links, ear = linked()
-    _, message = ear.offer("r")
-    ear.hear()
-    links.on_link_message("alice", ear.message(), NOW)
-    unused = queued()
-
-    assert len(links.requests) == 1
-    assert sys.getrefcount(message) == sys.getrefcount(unused)
+    assert (todo.abort, todo.ack, todo.nak) == ([name, unheard], [], [(message, 0.0)])
+    assert (ear.receiver.link, len(links.requests), links.requests.messages) == (1, 0, [])
 
 
 def test_an_ack_of_frames_that_were_never_sent_is_counted() -> None:
