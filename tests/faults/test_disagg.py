@@ -76,10 +76,7 @@ async def test_no_engine_receives_an_abort_during_a_kv_transfer(nats_url: str, f
     """If a request ends during a KV transfer, its caller learns this immediately, and the engine survives."""
     # The deadline leaves time for the steps before the transfer, also on a busy machine.
     timeout_s, decode = (1.0, replace(SLOW_LOADS, kv_load_s=2.0)) if how == "deadline" else (None, SLOW_LOADS)
-    async with (
-        disaggregated(nats_url, fleet, decode=decode) as both,
-        contextlib.AsyncExitStack() as stack,
-    ):
+    async with disaggregated(nats_url, fleet, decode=decode) as both, contextlib.AsyncExitStack() as stack:
         rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet))
         await until_paired(rb, "p", "d")
         async with loading(both, long("r", timeout_s=timeout_s), rb) as task:

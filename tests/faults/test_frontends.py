@@ -264,10 +264,7 @@ async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, f
     """
     options = ("--stop-timeout", f"{SOON_S:g}")
     body = {**LONG, "sampling_params": {"max_tokens": 1200, "ignore_eos": True}}
-    async with (
-        two_services(nats_url, fleet, tmp_path, *options) as (services, client, _),
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with two_services(nats_url, fleet, tmp_path, *options) as (services, client, _), asyncio.TaskGroup() as tasks:
         stream = Stream(client, services.urls["a"], "of-a", body)
         reading = tasks.create_task(stream.read())
         await until_true(lambda: bool(stream.tokens))

@@ -217,10 +217,7 @@ async def test_the_requests_of_a_killed_client_are_aborted(
     """
     given = record_adds(monkeypatch)
     num_requests = 60
-    async with (
-        observing(nats_url, fleet) as observer,
-        shaped(nats_url, fleet, shape, CONFIG) as parts,
-    ):
+    async with observing(nats_url, fleet) as observer, shaped(nats_url, fleet, shape, CONFIG) as parts:
         async with client_program(nats_url, fleet, num_requests, 400) as program:
             await until_queued(observer, num_requests - 2 * NUM_SLOTS)
             program.kill()

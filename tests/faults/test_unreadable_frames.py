@@ -145,10 +145,7 @@ async def test_every_request_completes_after_one_undecodable_frame(
         return data
 
     monkeypatch.setattr(link_sender, "encode", encode_badly)
-    async with (
-        observing(nats_url, fleet) as observer,
-        one_worker(config=CONFIG) as (rb, worker, _),
-    ):
+    async with observing(nats_url, fleet) as observer, one_worker(config=CONFIG) as (rb, worker, _):
         results = await load.run(rb)
         stats = rb.stats()
 

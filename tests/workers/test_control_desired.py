@@ -132,10 +132,7 @@ async def test_a_drained_worker_hands_its_requests_to_another_worker(
 async def test_a_command_for_one_worker_holds_for_that_worker_only(nats_url: str, fleet: str) -> None:
     """A command for one worker holds until all workers get the same command, also for its next incarnation."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
-        async with (
-            synthetic_worker(nats_url, fleet, worker_id="a"),
-            synthetic_worker(nats_url, fleet, worker_id="b"),
-        ):
+        async with synthetic_worker(nats_url, fleet, worker_id="a"), synthetic_worker(nats_url, fleet, worker_id="b"):
             await client.until_serving("a", "b")
             pause = await boss.command("pause", workers=["a"])
             await boss.final(pause)

@@ -100,10 +100,7 @@ async def test_a_fenced_worker_may_read_the_desired_state_before_its_lease_is_co
 
 async def test_after_a_lost_bucket_a_command_with_a_repeated_epoch_is_applied(fleet: str) -> None:
     """A command with the epoch of another command is applied if the bucket was lost between them."""
-    async with (
-        EmbeddedServer() as server,
-        controlled_worker(server.url, fleet) as (client, boss, *_),
-    ):
+    async with EmbeddedServer() as server, controlled_worker(server.url, fleet) as (client, boss, *_):
         await boss.applied("pause")
         await client.until_state("w", WorkerState.PAUSED)
         await client.nats.jetstream().delete_stream("KV_rollbus")
@@ -119,10 +116,7 @@ async def test_a_command_that_was_lost_with_the_store_fails_soon(fleet: str, mon
     That timeout may be ten minutes.
     """
     monkeypatch.setattr(desired, "STALE_S", 0.1)
-    async with (
-        EmbeddedServer() as server,
-        controlled_worker(server.url, fleet) as (client, boss, *_),
-    ):
+    async with EmbeddedServer() as server, controlled_worker(server.url, fleet) as (client, boss, *_):
         await boss.applied("resume")
         await client.nats.jetstream().delete_stream("KV_rollbus")
         lost = await boss.do("pause", epoch=2, timeout_s=600)
