@@ -215,15 +215,14 @@ class AttemptCoordinator:
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End these calls immediately as aborted. Return the ids of those that were open."""
-        aborted = []
-        for request_id in request_ids:
-            open_call = self._calls.get(request_id)
-            if open_call is None or open_call.has_ended:
-                continue
-            aborted.append(request_id)
+        aborted = self._find_open(request_ids)
+        for open_call in aborted:
             self._send_all(open_call, on.Aborted())
             open_call.finish()
-        return aborted
+        return [open_call.request_id for open_call in aborted]
+
+    def _find_open(self, request_ids: Iterable[str]) -> list[OpenCall]:
+        return [call for call in map(self._calls.get, request_ids) if call is not None and not call.has_ended]
 
     def stop(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """End these calls soon with the tokens they have. Return the number of tokens of each child, for open calls.
@@ -233,11 +232,8 @@ class AttemptCoordinator:
         the child ends at that time, without another attempt.
         """
         stopped = {}
-        for request_id in request_ids:
-            open_call = self._calls.get(request_id)
-            if open_call is None or open_call.has_ended:
-                continue
-            stopped[request_id] = [child.stream.num_tokens for child in open_call.children]
+        for open_call in self._find_open(request_ids):
+            stopped[open_call.request_id] = [child.stream.num_tokens for child in open_call.children]
             open_call.is_stopping = True
             for child in open_call.children:
                 if child.is_open and child.worker is not None:

@@ -321,9 +321,7 @@ class RequestDispatcher:
             else:
                 await self._publish_placed([Placed(worker.worker, [child])])
         else:
-            for destination, children in self.placement.place(child):
-                is_queue = destination is None
-                await self._send(possible if is_queue else replace(possible, direct_to=destination), *children)
+            await self._publish_placed(self.placement.place(child))
 
     async def _publish_placed(self, placed: Sequence[Placed]) -> None:
         for worker, children in placed:

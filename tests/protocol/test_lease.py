@@ -95,7 +95,7 @@ def test_a_client_expires_after_its_lease_and_the_margin() -> None:
     leases.renew(client_presence(), 3.0)
     ended = [leases.expire(8.9), leases.expire(9.0), leases.expire(99.0)]
 
-    assert ended == [[], [EndedIncarnation("c", "a", "its lease expired", is_closed=False)], []]
+    assert ended == [[], [EndedIncarnation("c", "a", "its lease expired")], []]
     assert leases.is_dead("c", "a")
 
 
@@ -119,7 +119,7 @@ def test_a_closed_client_ends_immediately_and_is_not_revived() -> None:
     ended = leases.renew(closed(), 1.0)
     leases.renew_lease("c", "a", 2.0)
 
-    assert ended == [EndedIncarnation("c", "a", "it was closed", is_closed=True)]
+    assert ended == [EndedIncarnation("c", "a", "it was closed")]
     assert leases.renew(client_presence(), 2.0) == []
     assert leases.renew(closed(), 3.0) == []
     assert leases.is_dead("c", "a")
@@ -131,7 +131,7 @@ def test_an_expired_client_can_still_be_closed() -> None:
     leases.renew(client_presence(), 0.0)
     leases.expire(50.0)
 
-    assert leases.renew(closed(), 60.0) == [EndedIncarnation("c", "a", "it was closed", is_closed=True)]
+    assert leases.renew(closed(), 60.0) == [EndedIncarnation("c", "a", "it was closed")]
 
 
 def test_closing_an_unknown_client_ends_no_request() -> None:
@@ -152,7 +152,7 @@ def test_a_new_incarnation_ends_the_earlier_incarnations() -> None:
     late = leases.renew(client_presence("a"), 1.5)
     leases.renew_lease("c", "a", 2.0)
 
-    assert [(end.incarnation, end.is_closed) for end in ended] == [("a", False), ("heard", False)]
+    assert [end.incarnation for end in ended] == ["a", "heard"]
     assert late == []
     assert [leases.is_dead(*life) for life in (("c", "a"), ("c", "b"), ("d", "a"))] == [True, False, False]
 

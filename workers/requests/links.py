@@ -315,12 +315,11 @@ class WorkerLinks:
         for link in [link for link in self.outbound.links() if link.sender.is_overrun]:
             self.break_link(link, instructions)
         for ended in self.leases.expire(now):
-            self._mark_lost(ended, now, instructions)
+            self._mark_lost(ended.client, ended.incarnation, now, instructions)
         for link in [link for link in self.outbound.links() if link.lost_at is None]:
             if not self.leases.is_live(link.client, link.incarnation):
                 # There are too many leases. Without one, the link would never end.
-                ended = EndedIncarnation(link.client, link.incarnation, "it has no lease", is_closed=False)
-                self._mark_lost(ended, now, instructions)
+                self._mark_lost(link.client, link.incarnation, now, instructions)
         lost = [(link.lost_at, link) for link in self.outbound.links() if link.lost_at is not None]
         excess = self.outbound.held_bytes - self._max_held_bytes
         left = Counter(link.client for _, link in lost)
@@ -337,11 +336,11 @@ class WorkerLinks:
                 instructions.abort.append(request.name)
         return instructions
 
-    def _mark_lost(self, ended: EndedIncarnation, now: float, instructions: Instructions) -> None:
+    def _mark_lost(self, client: str, incarnation: str, now: float, instructions: Instructions) -> None:
         """Fail the requests of a silent client. If the client returns within `REMEMBER_S`, it receives the errors."""
-        logger.warning("client.lost client=%s incarnation=%s", ended.client, ended.incarnation)
+        logger.warning("client.lost client=%s incarnation=%s", client, incarnation)
         self.stats.clients_lost += 1
-        link = self.outbound.find(ended.client, ended.incarnation)
+        link = self.outbound.find(client, incarnation)
         if link is None:
             return
         link.lost_at = now

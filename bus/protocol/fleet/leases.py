@@ -217,8 +217,6 @@ class EndedIncarnation:
     client: str
     incarnation: str
     reason: str
-    is_closed: bool
-    """True if the client closed it and it will not come back. False: its lease expired, or the client restarted."""
 
 
 @dataclass(slots=True)
@@ -263,18 +261,17 @@ class ClientLeases:
         if lease.is_announced:
             return []
         lease.is_announced = True
-        others = [other for other in self._live[client] if other != incarnation]
-        for other in others:
-            self._mark_dead(client, other, is_final=True)
-        return [EndedIncarnation(client, other, "a later incarnation of it began", is_closed=False) for other in others]
+        reason = "a later incarnation of it began"
+        others = [EndedIncarnation(client, other, reason) for other in self._live[client] if other != incarnation]
+        for ended in others:
+            self._mark_dead(client, ended.incarnation, is_final=True)
+        return others
 
     def _close(self, client: str, incarnation: str) -> list[EndedIncarnation]:
         is_live = incarnation in self._live.get(client, {})
         has_expired = self._dead.get((client, incarnation)) is False
         self._mark_dead(client, incarnation, is_final=True)
-        return (
-            [EndedIncarnation(client, incarnation, "it was closed", is_closed=True)] if is_live or has_expired else []
-        )
+        return [EndedIncarnation(client, incarnation, "it was closed")] if is_live or has_expired else []
 
     def renew_lease(self, client: str, incarnation: str, now: float) -> None:
         """Renew the lease at any other message of a client. Start a lease if there is none."""
@@ -319,16 +316,14 @@ class ClientLeases:
     def expire(self, now: float) -> list[EndedIncarnation]:
         """End the incarnations whose lease expired more than the margin ago. A later message starts them again."""
         late = [
-            (client, incarnation)
+            EndedIncarnation(client, incarnation, "its lease expired")
             for client, leases in self._live.items()
             for incarnation, lease in leases.items()
             if lease.expires_at + self._margin_s <= now
         ]
-        for client, incarnation in late:
-            self._mark_dead(client, incarnation, is_final=False)
-        return [
-            EndedIncarnation(client, incarnation, "its lease expired", is_closed=False) for client, incarnation in late
-        ]
+        for ended in late:
+            self._mark_dead(ended.client, ended.incarnation, is_final=False)
+        return late
 
     def is_live(self, client: str, incarnation: str) -> bool:
         """Return True if this incarnation has a lease."""
