@@ -289,8 +289,7 @@ class SharedInbox:
         """Return all chunks, and count them as read. Call this in the reader's loop."""
         # The bus thread counts a chunk before it appends it. At most one is counted too early, until the next call.
         self.unread.read = self.unread.delivered
-        unread = self.chunks
-        return [unread.popleft() for _ in range(len(unread))]
+        return [self.chunks.popleft() for _ in range(len(self.chunks))]
 
     def close(self) -> None:
         """Count nothing of these calls any more. Call this in the reader's loop."""

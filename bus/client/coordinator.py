@@ -23,7 +23,7 @@ from ...schemas.messages import Frame, FrameHeader, RequestKey
 from ..protocol.attempt import events as on
 from ..protocol.attempt.events import Event, Instruction
 from ..protocol.attempt.machine import OUT, TIMED, AttemptMachine, RequestState
-from ..protocol.attempt.suspects import NOWHERE, Company, Engine, Suspects
+from ..protocol.attempt.suspects import Company, Engine, Suspects
 from ..protocol.fleet.presence import LostWorker, Survivor
 from ..protocol.queue.load import PrefixScope
 from ..protocol.queue.placement import PlacedRequest, PlacementNeeds
@@ -503,7 +503,7 @@ class AttemptCoordinator:
     def fail_false(self, engine: Engine, key: RequestKey, message: str) -> None:
         """Fail the request of a chunk that is wrong as `protocol_error`, unless another worker has the request."""
         child = self.find(key.request_id, key.attempt, key.child)
-        if child is not None and child.engine in (NOWHERE, engine):
+        if child is not None and child.engine in (("", ""), engine):
             self.send(child, on.Failed(child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)))
             child = None
         self.refuse_offer(child, engine[0], key)
@@ -519,13 +519,11 @@ class AttemptCoordinator:
         for child in self.open_children(
             lambda child: child.engine == engine or (child.worker is None and child.key in offered)
         ):
-            is_suspect = not suspects or child.key in suspects
-            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)
-            self.send(child, on.Lost(error, unreadable_at=worker if is_suspect else None))
+            at = worker if not suspects or child.key in suspects else None
+            self.send(child, on.Lost(child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message), unreadable_at=at))
         # The unreadable frame may also have contained their offers.
         for child in self.open_children(lambda child: child.handed_to == worker):
-            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)
-            self.send(child, on.WorkerSilent(error))
+            self.send(child, on.WorkerSilent(child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)))
 
     def mark_all_lost(self, reason: str) -> None:
         """Mark every attempt at a worker as lost, because messages in transit may be lost."""

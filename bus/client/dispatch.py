@@ -73,7 +73,7 @@ class PrefillDispatcher:
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for a prefill worker."""
-        return sum(map(len, self._queues.values())) if self._queues else 0
+        return sum(map(len, self._queues.values()))
 
     def num_workers(self, model: str) -> int | None:
         """Return the number of serving prefill workers, or None if no decode worker can use their KV blocks."""
@@ -262,7 +262,7 @@ class RequestDispatcher:
 
     def is_blocked(self, child: ChildRequest) -> bool:
         """Return True if workers serve the model of `child` and none of them has the weights or the adapter for it."""
-        return bool(self._watcher.table.serving(child.open_call.model)) and bool(self.waiting_reason(child))
+        return bool(self._watcher.table.serving(child.open_call.model) and self.waiting_reason(child))
 
     def others(self, child: ChildRequest) -> Sequence[WorkerPresence]:
         """Return the workers that serve the model, have the weights and the adapter, and are not silent."""

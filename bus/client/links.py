@@ -28,7 +28,7 @@ from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..nats.library import Msg
 from ..protocol.attempt import events as on
-from ..protocol.attempt.suspects import BUSY_FACTOR, NOWHERE, SILENT_S, Engine, SilenceWatch
+from ..protocol.attempt.suspects import BUSY_FACTOR, SILENT_S, Engine, SilenceWatch
 from ..protocol.fleet.desired import WEIGHTS, effective
 from ..protocol.fleet.presence import PresenceTable
 from ..protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
@@ -108,7 +108,7 @@ class ResultCheck:
         for chunk in frame.chunks:
             child = self._coordinator.find(chunk.request_id, chunk.attempt, chunk.child)
             # Chunks of other requests are dropped later.
-            if child is None or child.engine not in (NOWHERE, engine):
+            if child is None or child.engine not in (("", ""), engine):
                 continue
             use = _use_of(child)
             if use not in announced:
@@ -182,19 +182,17 @@ def _use_of(child: ChildRequest) -> tuple[str, str]:
 
 def _recorded_versions(state: DesiredState | None, worker: str, lora: str) -> tuple[int, int]:
     """Return the recorded versions of the weights and of this adapter; 0: none."""
-    if state is None:
-        return 0, 0
-    registers = effective(state, worker)
+    registers = {} if state is None else effective(state, worker)
     return _greatest_of(registers.get(WEIGHTS)), _greatest_of(registers.get(lora_register(lora)))
 
 
 def _greatest_of(recorded: Recorded | None) -> int:
     """Return the greatest version of which frames may arrive after this command."""
-    command = None if recorded is None else recorded.command
+    if recorded is None:
+        return 0
+    command = recorded.command
     ends = getattr(command, "allow_rollback", isinstance(command, UnloadLora))
-    if recorded is not None and ends and abs(time.time() - recorded.at) < ENDED_S:
-        return MAX_WEIGHT_VERSION
-    return getattr(command, "version", 0)
+    return MAX_WEIGHT_VERSION if ends and abs(time.time() - recorded.at) < ENDED_S else getattr(command, "version", 0)
 
 
 @dataclass(slots=True)

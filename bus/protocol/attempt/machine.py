@@ -430,12 +430,12 @@ class AttemptMachine:
         passed_on = PASSED_ON | ({ErrorCode.UNSUPPORTED} if self.stream.phase == "prefill" else set())
         if self.state in HANDED_TO_ONE and error.code in passed_on:
             return self._withdraw(error, now)
-        is_running = self.state is RequestState.RUNNING and not self.has_token
-        if is_running and self.is_placed and error.code is ErrorCode.QUEUE_FULL:
+        is_full = error.code is ErrorCode.QUEUE_FULL
+        if is_full and self.is_placed and self.state is RequestState.RUNNING and not self.has_token:
             # The request waited there for a slot, behind others of its group. The worker's engine has not received it.
             self.workers = self.workers[:-1]
             return self._withdraw(error, now)
-        if error.code.facts.resumed or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
+        if error.code.facts.resumed or (is_full and not self.is_first_attempt):
             return self._lose(on.Lost(error, is_over=True), now)
         return self._fail(error, now, is_over=True)
 

@@ -23,8 +23,6 @@ AVOID_S: Final = 600.0
 """Seconds for which the client avoids a silent worker, unless the worker sends a token or restarts."""
 Engine = tuple[str, str]
 """Worker and incarnation."""
-NOWHERE: Final[Engine] = ("", "")
-"""The engine of a request that no worker has."""
 R = TypeVar("R", bound=AttemptMachine)
 MAX_DEATHS_REMEMBERED: Final = 1024
 """Deaths of engines whose requests are remembered. Their frames arrive within seconds."""

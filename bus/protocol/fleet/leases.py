@@ -261,8 +261,11 @@ class ClientLeases:
         if lease.is_announced:
             return []
         lease.is_announced = True
-        reason = "a later incarnation of it began"
-        others = [EndedIncarnation(client, other, reason) for other in self._live[client] if other != incarnation]
+        others = [
+            EndedIncarnation(client, other, "a later incarnation of it began")
+            for other in self._live[client]
+            if other != incarnation
+        ]
         for ended in others:
             self._mark_dead(client, ended.incarnation, is_final=True)
         return others

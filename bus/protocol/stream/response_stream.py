@@ -351,7 +351,7 @@ class ResponseStream:
         if self._held is None and (chunk.token_ids_data if end is None else self.phase != "prefill"):
             # The usual case: nothing is held back.
             return [self._deliver(chunk)]
-        if self._held and end is not None and end.finish_reason is FinishReason.ABORT and not chunk.token_ids_data:
+        if self._held and chunk.finish_reason is FinishReason.ABORT and not chunk.token_ids_data:
             return [self.abort()]  # without rows whose tokens the abort has discarded
         found = self._held or []
         if end is None and not chunk.token_ids_data:
