@@ -49,6 +49,8 @@ def token_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+SHORT_TEXT: Final = 4096
+"""Characters that are tokenized or parsed in about the time of a switch to a thread and back, or less."""
 RESERVED: Final = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations"),

@@ -24,7 +24,8 @@ _PREFIXES: Final = list(enumerate("kmgt", start=1))
 BYTES: Final = {"": 1, **{p: 1000**i for i, p in _PREFIXES}, **{f"{p}i": 1024**i for i, p in _PREFIXES}}
 SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmgt]i?)?)b", re.ASCII | re.IGNORECASE)
 DEFAULT_LEASE_S: Final = 5.0
-"""Five heartbeats. A busy machine may delay some of them, and peers still detect a dead worker within seconds."""
+"""Five heartbeats, also of a client that has announced no lease. A busy machine may delay some of them, and peers still
+detect a dead worker or client within seconds."""
 DEFAULT_ENGINE_TIMEOUT_S: Final = 300.0
 """Far above the duration of the longest step: a long prompt on a CPU."""
 DEFAULT_IDLE_S: Final = 600.0

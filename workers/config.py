@@ -9,6 +9,7 @@ import msgspec
 
 from ..bus.auth.credentials import Credentials, Tls, worker_identity
 from ..bus.nats.server import Server
+from ..bus.protocol.fleet.leases import LEASE_MARGIN_S
 from ..schemas.checks import check_float, check_int, check_name, check_subject_token
 from ..schemas.limits import MAX_WEIGHT_VERSION
 from ..schemas.options import (
@@ -19,10 +20,6 @@ from ..schemas.options import (
     DEFAULT_START_TIMEOUT_S,
     MAX_DRAIN_S,
 )
-
-LEASE_MARGIN_S = 1.0
-"""Seconds. A worker fences itself this long before its own lease expires. It treats a peer as lost this long after the
-peer's lease expires."""
 
 
 def default_worker_id() -> str:

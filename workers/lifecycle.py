@@ -22,7 +22,7 @@ from typing import Final
 from ..bus.logs import LOG_VARIABLE, RejectionCount
 from ..bus.nats.connection import Connection, check_permitted, connected, publish, subscribe
 from ..bus.nats.library import Msg
-from ..bus.protocol.fleet.leases import MAX_LEASE_S, DuplicateWatch, OwnIncarnation, WorkerLease
+from ..bus.protocol.fleet.leases import LEASE_MARGIN_S, MAX_LEASE_S, DuplicateWatch, OwnIncarnation, WorkerLease
 from ..bus.protocol.states import SPEAKING, WORKER, WorkerEvent
 from ..bus.subjects import WORKER_CONNECTION, Subjects
 from ..bus.thread_calls import wait_at_most
@@ -30,7 +30,7 @@ from ..schemas.errors import BusBroken, DuplicateWorker, RemoteProtocolError
 from ..schemas.limits import MAX_NAME_CHARS
 from ..schemas.messages import decode_presence, encode_json
 from ..schemas.presence import WorkerPresence, WorkerState
-from .config import LEASE_MARGIN_S, WorkerConfig
+from .config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,12 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ...schemas.errors import InvalidRequest
-from .credentials import Tls
+from .credentials import DEFAULT_PORT, Tls
 from .users import CONFIG_FILE, write_new
 
 MIN_NODES: Final = 3
 """Minimum number of servers. With one or two servers, the majority is all servers, so one loss stops everything."""
 MAX_NODES: Final = 64
-DEFAULT_PORT: Final = 4222
 ROUTE_PORT_OFFSET: Final = 2000
 """Offset from a server's port for clients to its port for other servers. NATS uses 4222 and 6222."""
 _ROUTE_USER: Final = "route"

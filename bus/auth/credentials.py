@@ -59,6 +59,7 @@ _KEY_DOMAIN: Final = b"rollbus signing key 1"
 _CERTIFICATE_DOMAIN: Final = b"rollbus certificate 1\n"
 _MESSAGE_DOMAIN: Final = b"rollbus message 1\n"
 DEFAULT_FLEET: Final = "default"
+DEFAULT_PORT: Final = 4222
 MAX_FILE_BYTES: Final = 64 * 1024
 """Maximum bytes of a credentials file. A file has about 200 bytes. The limit avoids reading a large file that was named
 by mistake."""

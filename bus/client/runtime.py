@@ -26,6 +26,7 @@ from ...schemas.errors import (
     RequestRejected,
 )
 from ...schemas.messages import decode_client_presence, encode_json
+from ...schemas.options import DEFAULT_LEASE_S
 from ...schemas.presence import ClientPresence, ClientState, WorkerPresence
 from ...schemas.request import GenerateRequest, wire_id
 from ..control.controller import Controller
@@ -34,8 +35,8 @@ from ..logs import RejectionCount
 from ..nats.connection import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, Connection, check_permitted, publish, subscribe
 from ..nats.library import Msg, SlowConsumerError
 from ..objects.uploads import Uploads
-from ..protocol.fleet.leases import DEFAULT_LEASE_S
-from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker, WaitLimit
+from ..protocol.fleet.leases import LEASE_MARGIN_S
+from ..protocol.fleet.presence import LostWorker, WaitLimit
 from ..subjects import CLIENT_CONNECTION
 from ..tracing.spans import TracingStats, make_tracer
 from .calls import Call, CallResult, Inbox, SharedInbox, call_in
@@ -52,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 1.0
 """Seconds between two presence messages, and between two link messages if there is nothing else to send."""
-LEASE_S: Final = 5.0
-"""Seconds, five heartbeats. A busy machine may delay some heartbeats, and workers still notice a dead client soon."""
+LEASE_S: Final = DEFAULT_LEASE_S
+"""The lease of this client in seconds."""
 UNHEARD_S: Final = DEFAULT_LEASE_S + LEASE_MARGIN_S
 """Seconds. A live worker publishes presence several times within this time after an offer."""
 LEASE_CHECK_S: Final = 0.5

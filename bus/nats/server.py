@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 
 from ...schemas.checks import check_int
 from ...schemas.errors import BusBroken, InvalidRequest
-from ..auth.credentials import Credentials, Tls, load_credentials
+from ..auth.credentials import DEFAULT_PORT, Credentials, Tls, load_credentials
 
-DEFAULT_PORT: Final = 4222
 MAX_URLS: Final = 64
 """Maximum number of URLs, several times the servers of a large cluster. A client also learns the other servers from the
 cluster."""

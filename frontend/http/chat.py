@@ -13,15 +13,13 @@ from starlette.responses import Response
 from ...schemas import limits
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import InvalidRequest
-from ..tokenization import Tokenizer, TokenizerUnavailable
+from ..tokenization import SHORT_TEXT, Tokenizer, TokenizerUnavailable
 from .body import decode_body, read_body
 from .calls import json_response
 from .errors import HttpError
 from .requests import find_target
 from .service import HttpRoute, RouteTable, Service
 
-SHORT_TEXT: Final = 4096
-"""Characters up to which tokenizing takes about as long as a switch to a thread and back, or less."""
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Types of content parts with their text in the field `text`."""
 

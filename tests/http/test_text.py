@@ -13,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollbus.frontend.http import Settings
-from rollbus.frontend.http.chat import SHORT_TEXT, Chat, encode_chat, encode_text
+from rollbus.frontend.http.chat import Chat, encode_chat, encode_text
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.text import AnswerText, Detokenizer, StopMatcher, TextDelta
-from rollbus.frontend.tokenization import Tokenizer, load_tokenizer, token_text
+from rollbus.frontend.tokenization import SHORT_TEXT, Tokenizer, load_tokenizer, token_text
 from rollbus.schemas.errors import InvalidRequest
 from tests.http.support import (
     ADDED,

@@ -47,8 +47,8 @@ def test_a_command_is_complete_after_each_required_worker_has_applied_the_comman
     """A command is complete when each required worker has applied it. The result has its duration."""
     asked = tracker_of("a", "b")
     for worker in ("a", "b"):
-        assert asked.add_ack(ack(worker, AckStatus.ACCEPTED))
-        assert asked.add_ack(ack(worker, AckStatus.APPLIED))
+        assert asked.add_ack(ack(worker, AckStatus.ACCEPTED), 100.0)
+        assert asked.add_ack(ack(worker, AckStatus.APPLIED), 100.0)
 
     assert asked.owing == ()
     ledger = asked.result(100.5, {"m": 7})
@@ -63,8 +63,8 @@ def test_a_command_is_complete_after_each_required_worker_has_applied_the_comman
 def test_a_worker_that_did_not_apply_the_command_makes_the_result_incomplete(status: AckStatus, column: str) -> None:
     """Each other final answer has its own column and makes the result incomplete."""
     asked = tracker_of("a", "b")
-    asked.add_ack(ack("a", AckStatus.APPLIED))
-    asked.add_ack(ack("b", status))
+    asked.add_ack(ack("a", AckStatus.APPLIED), 100.0)
+    asked.add_ack(ack("b", status), 100.0)
     ledger = asked.result(101.0)
 
     assert asked.owing == ()
@@ -83,8 +83,8 @@ def test_a_worker_without_a_final_answer_is_late_and_without_an_ack_missing() ->
     Both get the command again.
     """
     asked = tracker_of("a", "b")
-    asked.add_ack(ack("a", AckStatus.ACCEPTED))
-    asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
+    asked.add_ack(ack("a", AckStatus.ACCEPTED), 100.0)
+    asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"), 100.0)
     ledger = asked.result(160.0)
 
     assert asked.owing == ("a", "b")
@@ -95,15 +95,15 @@ def test_a_worker_without_a_final_answer_is_late_and_without_an_ack_missing() ->
 def test_a_repeated_ack_changes_nothing() -> None:
     """A repeated ack changes nothing, and no answer changes a final answer."""
     asked = tracker_of("a", "b")
-    assert asked.add_ack(ack("a", AckStatus.ACCEPTED))
-    assert not asked.add_ack(ack("a", AckStatus.ACCEPTED))
-    assert asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
-    assert not asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
-    assert not asked.add_ack(ack("a", AckStatus.ACCEPTED))
-    assert asked.add_ack(ack("a", AckStatus.PROGRESS, stage="verifying"))
-    assert asked.add_ack(ack("a", AckStatus.APPLIED))
+    assert asked.add_ack(ack("a", AckStatus.ACCEPTED), 100.0)
+    assert not asked.add_ack(ack("a", AckStatus.ACCEPTED), 100.0)
+    assert asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"), 100.0)
+    assert not asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"), 100.0)
+    assert not asked.add_ack(ack("a", AckStatus.ACCEPTED), 100.0)
+    assert asked.add_ack(ack("a", AckStatus.PROGRESS, stage="verifying"), 100.0)
+    assert asked.add_ack(ack("a", AckStatus.APPLIED), 100.0)
     for status in (AckStatus.APPLIED, AckStatus.FAILED, AckStatus.PROGRESS):
-        assert not asked.add_ack(ack("a", status))
+        assert not asked.add_ack(ack("a", status), 100.0)
 
     assert set(asked.result(101.0).applied) == {"a"}
 
@@ -112,8 +112,8 @@ def test_answers_of_other_workers_and_to_other_commands_are_ignored() -> None:
     """An answer of another worker and an answer to another command are ignored."""
     asked = tracker_of("a")
 
-    assert not asked.add_ack(ack("b", AckStatus.APPLIED))
-    assert not asked.add_ack(replace(ack("a", AckStatus.APPLIED), id="other"))
+    assert not asked.add_ack(ack("b", AckStatus.APPLIED), 100.0)
+    assert not asked.add_ack(replace(ack("a", AckStatus.APPLIED), id="other"), 100.0)
     assert asked.owing == ("a",)
     assert set(asked.result(101.0).missing) == {"a"}
 
@@ -124,7 +124,7 @@ def test_an_answer_to_another_command_under_the_same_id_is_a_failure() -> None:
     The worker knows the id from that command and did not run this one.
     """
     asked = tracker_of("a")
-    assert asked.add_ack(replace(ack("a", AckStatus.APPLIED), command="resume"))
+    assert asked.add_ack(replace(ack("a", AckStatus.APPLIED), command="resume"), 100.0)
 
     ledger = asked.result(101.0)
     assert asked.is_settled
@@ -136,8 +136,8 @@ def test_an_answer_to_another_command_under_the_same_id_is_a_failure() -> None:
 def test_a_lost_worker_that_owes_an_answer_is_missing_immediately() -> None:
     """A lost worker that owes an answer is missing immediately, with the reason, and gets no repetition."""
     asked = tracker_of("a", "b")
-    asked.add_ack(ack("a", AckStatus.ACCEPTED))
-    asked.add_ack(ack("b", AckStatus.APPLIED))
+    asked.add_ack(ack("a", AckStatus.ACCEPTED), 100.0)
+    asked.add_ack(ack("b", AckStatus.APPLIED), 100.0)
 
     assert asked.mark_lost(LostWorker("a", "1", "m", "its lease expired"))
     assert not asked.mark_lost(LostWorker("b", "1", "m", "its lease expired"))
@@ -151,7 +151,7 @@ def test_a_worker_with_a_new_incarnation_is_missing() -> None:
     """A worker with a new incarnation is missing, whether its presence or its ack shows the change first."""
     asked = tracker_of("a", "b")
     asked.mark_lost(LostWorker("a", "1", "m", "it came back as a new incarnation", is_final=False))
-    asked.add_ack(ack("b", AckStatus.APPLIED, incarnation="2"))
+    asked.add_ack(ack("b", AckStatus.APPLIED, incarnation="2"), 100.0)
 
     assert asked.result(101.0).missing == dict.fromkeys("ab", "it came back as a new incarnation")
 
@@ -168,7 +168,7 @@ def test_a_worker_that_was_marked_lost_can_still_answer() -> None:
     """A worker that was marked lost and then answers in the same incarnation has answered."""
     asked = tracker_of("a")
     asked.mark_lost(LostWorker("a", "1", "m", "its lease expired"))
-    assert asked.add_ack(ack("a", AckStatus.APPLIED))
+    assert asked.add_ack(ack("a", AckStatus.APPLIED), 100.0)
 
     assert asked.result(101.0).is_complete
     assert asked.lost == {}
@@ -178,11 +178,11 @@ def test_the_error_lists_each_failed_worker_with_its_reason() -> None:
     """The error lists each worker that did not apply the command with its reason, in one line."""
     asked = tracker_of("a", "b", "c", "d", "e")
     error = AckError(code=ControlCode.BAD_SOURCE, message="model.safetensors is truncated")
-    asked.add_ack(ack("a", AckStatus.APPLIED))
-    asked.add_ack(ack("b", AckStatus.FAILED, error=error))
-    asked.add_ack(ack("c", AckStatus.PROGRESS, stage="loading"))
+    asked.add_ack(ack("a", AckStatus.APPLIED), 100.0)
+    asked.add_ack(ack("b", AckStatus.FAILED, error=error), 100.0)
+    asked.add_ack(ack("c", AckStatus.PROGRESS, stage="loading"), 100.0)
     asked.mark_lost(LostWorker("d", "1", "m", "its lease expired"))
-    asked.add_ack(ack("e", AckStatus.STALE))
+    asked.add_ack(ack("e", AckStatus.STALE), 100.0)
     ledger = asked.result(101.0)
     problem = CommandIncomplete(ledger, "Nothing was changed.")
     assert problem.headline == "pause was applied by 1 of 5 workers. Nothing was changed."
@@ -204,7 +204,7 @@ def test_the_error_of_a_large_fleet_stays_short() -> None:
     asked = tracker_of(*names)
     error = AckError(code=ControlCode.ENGINE_ERROR, message="x" * 900)
     for name in names:
-        asked.add_ack(ack(name, AckStatus.FAILED, error=error))
+        asked.add_ack(ack(name, AckStatus.FAILED, error=error), 100.0)
     text = str(CommandIncomplete(asked.result(101.0)))
 
     assert text.endswith(f"and {200 - MAX_NAMED} more")
@@ -228,7 +228,7 @@ def test_each_required_worker_is_in_exactly_one_column(events: Sequence[tuple[st
     for worker, what, incarnation in events:
         if isinstance(what, bool):
             asked.mark_lost(LostWorker(worker, incarnation, "m", "gone", is_final=what))
-        elif asked.add_ack(ack(worker, what, incarnation)) and what.is_final:
+        elif asked.add_ack(ack(worker, what, incarnation), 100.0) and what.is_final:
             assert worker not in final
             final[worker] = what
     ledger = asked.result(101.0)
@@ -243,10 +243,10 @@ def test_each_required_worker_is_in_exactly_one_column(events: Sequence[tuple[st
 def test_a_quorum_is_met_by_any_workers_that_applied_the_command() -> None:
     """A quorum of a number is met by any workers that applied the command. Failures do not count."""
     asked = AckTracker("pause", ID, [presence(name) for name in "abc"], 100.0, Quorum(count=2))
-    asked.add_ack(ack("a", AckStatus.APPLIED))
-    asked.add_ack(ack("b", AckStatus.FAILED))
+    asked.add_ack(ack("a", AckStatus.APPLIED), 100.0)
+    asked.add_ack(ack("b", AckStatus.FAILED), 100.0)
     waited_for_more = not asked.is_settled
-    asked.add_ack(ack("c", AckStatus.APPLIED))
+    asked.add_ack(ack("c", AckStatus.APPLIED), 100.0)
 
     assert waited_for_more
     assert asked.is_settled
@@ -258,10 +258,10 @@ def test_workers_outside_the_quorum_do_not_make_a_command_partial() -> None:
     Only a failure of a worker in the quorum makes the result incomplete.
     """
     asked = AckTracker("pause", ID, [presence(name) for name in "abc"], 100.0, Quorum(workers=frozenset("a")))
-    asked.add_ack(ack("b", AckStatus.FAILED))
-    asked.add_ack(ack("c", AckStatus.PROGRESS, stage="fetching"))
+    asked.add_ack(ack("b", AckStatus.FAILED), 100.0)
+    asked.add_ack(ack("c", AckStatus.PROGRESS, stage="fetching"), 100.0)
     waited_for_a = not asked.is_settled
-    asked.add_ack(ack("a", AckStatus.APPLIED))
+    asked.add_ack(ack("a", AckStatus.APPLIED), 100.0)
     result = asked.result(101.0)
 
     assert waited_for_a

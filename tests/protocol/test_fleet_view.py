@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
+from rollbus.bus.protocol.fleet.leases import LEASE_MARGIN_S
 from rollbus.bus.protocol.fleet.presence import (
-    LEASE_MARGIN_S,
     MAX_GIVEN_UP,
     MAX_NAMESAKES,
     FleetSnapshot,

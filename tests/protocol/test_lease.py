@@ -10,7 +10,6 @@ from rollbus.bus.protocol.attempt.machine import AttemptMachine, RequestState
 from rollbus.bus.protocol.attempt.suspects import AVOID_S, BUSY_FACTOR, MAX_MOVES, SILENT_S, SilenceWatch
 from rollbus.bus.protocol.fleet import leases as lease
 from rollbus.bus.protocol.fleet.leases import (
-    DEFAULT_LEASE_S,
     MAX_FROM_ALL,
     MAX_FROM_ONE,
     MAX_LEASE_S,
@@ -31,7 +30,7 @@ from rollbus.bus.protocol.fleet.leases import (
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.control import FinishWeightUpdate
 from rollbus.schemas.errors import ControlCode, ControlError, ErrorCode, RequestFailed
-from rollbus.schemas.options import DEFAULT_IDLE_S
+from rollbus.schemas.options import DEFAULT_IDLE_S, DEFAULT_LEASE_S
 from rollbus.schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
 from rollbus.schemas.weights import OpenTransfer
 from tests.golden.vectors import VECTORS

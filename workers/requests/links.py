@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ...bus.logs import RejectionCount
-from ...bus.protocol.fleet.leases import MAX_INCARNATIONS, ClientLeases, EndedIncarnation
+from ...bus.protocol.fleet.leases import LEASE_MARGIN_S, MAX_INCARNATIONS, ClientLeases, EndedIncarnation
 from ...bus.protocol.states import WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
@@ -22,9 +22,10 @@ from ...schemas.chunk import ChunkError, FinishReason
 from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError
 from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.messages import KvTransfer, LinkMessage, RequestKey
+from ...schemas.options import DEFAULT_LEASE_S
 from ...schemas.presence import Capabilities, ClientPresence, ClientState
 from ...schemas.request import GenerateRequest
-from ..config import LEASE_MARGIN_S, WorkerConfig
+from ..config import WorkerConfig
 from ..engines.engine import Engine
 from .admission import Versions
 from .incoming import IncomingRequest
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 REMEMBER_S = 60.0
 """Seconds for which the worker keeps the frames of a lost client, in case the client returns."""
-DEFAULT_LEASE_S = 5.0
-"""The lease of a client whose link message arrives before its presence."""
 
 
 class WorkerLinks:

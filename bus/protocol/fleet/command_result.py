@@ -209,7 +209,7 @@ class AckTracker:
             count is not None and sum(ack.status is AckStatus.APPLIED for ack in self._acks.values()) >= count
         )
 
-    def add_ack(self, ack: Ack, now: float | None = None) -> bool:
+    def add_ack(self, ack: Ack, now: float) -> bool:
         """Add an ack that arrived at `now`. Return True if it changes the result."""
         worker = ack.worker
         if worker not in self._incarnations or ack.id != self.id or self._is_final(worker):
@@ -224,7 +224,7 @@ class AckTracker:
             # A final ack of a worker that counted as lost overrides the loss.
             self.lost.pop(worker, None)
             self._owing.discard(worker)
-            if now is not None and ack.status is AckStatus.APPLIED:
+            if ack.status is AckStatus.APPLIED:
                 self._applied_at[worker] = now
         else:
             last = self._acks.get(worker)

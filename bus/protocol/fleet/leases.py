@@ -8,6 +8,7 @@ from typing import Final
 
 from ....schemas.control import AnyCommand, FinishWeightUpdate
 from ....schemas.errors import ControlCode, ControlError
+from ....schemas.options import DEFAULT_LEASE_S
 from ....schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
 from ....schemas.weights import OpenTransfer
 
@@ -33,8 +34,9 @@ MAX_FROM_ALL: Final = 5_000
 server with users, nobody has several names."""
 DROP_S: Final = 5.0
 """Seconds for which a flooded subscription is dropped."""
-DEFAULT_LEASE_S = 5.0
-"""The lease in seconds of a client from which a message but no presence has arrived."""
+LEASE_MARGIN_S: Final = 1.0
+"""Seconds. A worker fences itself this long before the end of its own lease. It treats a peer as lost this long after
+the end of the peer's lease, and so do clients: by then a worker has fenced itself by any clock."""
 MAX_LEASE_S = 60.0
 """The maximum lease in seconds, even if presence states more: data that a lost client or worker leaves must expire."""
 MAX_CLIENTS = 65_536

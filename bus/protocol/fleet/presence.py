@@ -12,12 +12,10 @@ from typing import Final, NamedTuple
 from ....schemas.checks import list_names
 from ....schemas.errors import InvalidRequest, NoWorkers
 from ....schemas.presence import WorkerPresence, WorkerRole, WorkerState
-from .leases import MAX_LEASE_S
+from .leases import LEASE_MARGIN_S, MAX_LEASE_S
 
 MAX_CAUSE_CHARS: Final = 256
 """Characters of a worker's own text that an error repeats: a worker may write any text."""
-LEASE_MARGIN_S: Final = 1.0
-"""Seconds after the end of its lease at which a worker counts as lost. By then it has fenced itself by any clock."""
 MAX_ENDED: Final = 8
 """Ended incarnations of one worker that are remembered: a worker starts rarely."""
 MAX_NAMESAKES: Final = 4

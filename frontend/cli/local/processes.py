@@ -27,6 +27,7 @@ from ....bus.subjects import WORKER_CONNECTION, Subjects
 from ....bus.thread_calls import wait_at_most
 from ....schemas.errors import EXIT_DUPLICATE_WORKER, BusBroken
 from ....schemas.messages import encode_json
+from ....schemas.options import DEFAULT_LEASE_S
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..exits import CommandFailed
 
@@ -82,8 +83,6 @@ class Restarts:
 
 ANNOUNCE_EVERY_S: Final = 0.2
 """Seconds between two announcements. A client waits half a second for the workers before it gives up a request."""
-LEASE_S: Final = 5.0
-"""Seconds for which an announcement is valid, as for the presence of workers."""
 GIVE_UP_S: Final = 2.0
 """Seconds for the last presence of a worker that is not started again. The server may have ended."""
 
@@ -192,7 +191,7 @@ class StartAnnouncer:
             in_flight=0,
             free_slots=0,
             uptime_s=0.0,
-            lease_s=LEASE_S,
+            lease_s=DEFAULT_LEASE_S,
             start_left_s=start_left_s,
             last_error=last_error,
         )

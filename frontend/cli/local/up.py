@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 from urllib.parse import urlsplit
 
+from ....bus.auth.credentials import DEFAULT_PORT
 from ....bus.logs import LOG_VARIABLE
 from ....schemas.options import add_options, check_start, check_writable, is_hub_id
 from ..app import CliParser, common_options, run_async, until_signalled
@@ -39,7 +40,6 @@ from .fleet import (
 from .http import address, bind_address, check_installed, check_parsers, serve_http, settings_of
 from .processes import RestartRule
 
-DEFAULT_PORT = 4222
 LOOPBACK = ("127.0.0.1", "localhost")
 
 

@@ -20,14 +20,11 @@ from weakref import WeakKeyDictionary
 
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ForeignError, RollbusError, foreign_code
-from ...tokenization import Tokenizer
+from ...tokenization import SHORT_TEXT, Tokenizer
 from ..errors import HttpError, invalid
 
 logger = logging.getLogger(__name__)
 
-
-SHORT_TEXT: Final = 4096
-"""Characters that a parser processes in less time than a switch to a thread takes."""
 MAX_TEXT: Final = 1 << 20
 """Maximum characters of an answer that a parser gets. The text after them is content: no tool call is as long."""
 MIN_GROWTH: Final = 64

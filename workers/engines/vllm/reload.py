@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
+from ....bus.protocol.weights.tensors import INDEX
 from ....schemas.checks import list_names
 from ....schemas.errors import ControlCode, ForeignError, foreign_code
 
@@ -306,7 +307,7 @@ def clear_nan(kv_caches: list[Any]) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """Return the safetensors files in `folder`. If there is an index, return only the files in it, like vLLM."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     return sorted(folder.glob("*.safetensors"))
