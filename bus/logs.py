@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal, TextIO
@@ -123,6 +123,22 @@ class RejectionCount:
             return 0
         self._next_at = now + REJECTIONS_S
         return self.so_far
+
+    def warn(self, log: logging.Logger, event: str, *fields: object) -> None:
+        """Count a message. If a line is due, log the event with the number so far before the last field, the error."""
+        if so_far := self.add():
+            log.warning(event, *fields[:-1], so_far, fields[-1])
+
+
+@contextmanager
+def warning_of(
+    kinds: type[Exception] | tuple[type[Exception], ...], log: logging.Logger, event: str, *fields: object
+) -> Iterator[None]:
+    """Log an exception of these kinds that the block raises, as the last field of a warning, and go on after it."""
+    try:
+        yield
+    except kinds as error:
+        log.warning(event, *fields, error)
 
 
 def write_line(line: str) -> None:

@@ -1,6 +1,7 @@
 """Calls on a thread, and waits with a limit, that a cancelled caller does not leave behind."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar, TypeVarTuple
@@ -22,6 +23,14 @@ async def call_to_end(
         return await asyncio.shield(call)
     finally:
         await asyncio.wait((call,))
+
+
+async def is_set_within(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for `event`, at most for `seconds`. Return True if it is set then."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float) -> None:

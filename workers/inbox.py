@@ -5,7 +5,6 @@ worker unsubscribes for `DROP_S`. Meanwhile it lives by its own presence and by 
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from ..bus.logs import RejectionCount
 from ..bus.nats.connection import Connection, subscribe
 from ..bus.nats.library import Msg, Subscription
 from ..bus.protocol.fleet.leases import DROP_S, FloodMeter
+from ..bus.thread_calls import is_set_within
 from ..schemas.errors import RemoteProtocolError
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class WorkerInbox:
             try:
                 handler(message)
             except RemoteProtocolError as exc:
-                if so_far := self.rejected.add():
-                    logger.warning("message.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+                self.rejected.warn(logger, "message.rejected subject=%s so_far=%s error=%s", message.subject, exc)
 
         if meter is None:
             await subscribe(self._nats, subject, handle)
@@ -101,9 +100,7 @@ class WorkerInbox:
         """
         while True:
             are_open = all(guarded.subscription is not None for guarded in self._guarded)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if are_open else CHECK_S):
-                    await self._flooded.wait()
+            await is_set_within(self._flooded, None if are_open else CHECK_S)
             self._flooded.clear()
             for guarded in self._guarded:
                 await self._check(guarded)

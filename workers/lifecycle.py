@@ -116,8 +116,7 @@ class WorkerLifecycle:
         try:
             presence = decode_presence(message.data)
         except RemoteProtocolError as exc:
-            if so_far := self.rejected.add():
-                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+            self.rejected.warn(logger, "presence.rejected subject=%s so_far=%s error=%s", message.subject, exc)
             return
         if presence.worker != self._worker_id or self.duplicate is not None or not self.on_presence(presence):
             return

@@ -299,8 +299,7 @@ class FleetWatch:
             self._book.add_ack(ack, controller.rpartition(".")[2], time.time())
 
     def _note_bad(self, message: Msg, error: Exception) -> None:
-        if so_far := self._rejected.add():
-            logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, error)
+        self._rejected.warn(logger, "command.rejected subject=%s so_far=%s error=%s", message.subject, error)
 
 
 async def read_experts(

@@ -123,8 +123,7 @@ class ResultCheck:
         return replace(frame, chunks=[chunk for chunk in frame.chunks if chunk not in false]) if false else frame
 
     def _reject(self, worker: str, incarnation: str, chunk: Chunk, problem: str) -> None:
-        if so_far := self._rejected.add():
-            logger.warning("chunk.rejected worker=%s so_far=%s error=%s", worker, so_far, problem)
+        self._rejected.warn(logger, "chunk.rejected worker=%s so_far=%s error=%s", worker, problem)
         # The request may have ended while the desired state was read.
         key = RequestKey(chunk.request_id, chunk.attempt, chunk.child)
         self._coordinator.fail_false((worker, incarnation), key, f"worker {worker} sent {problem}")
@@ -262,8 +261,7 @@ class ClientLinks:
     def _receive_unreadable(self, worker: str, data: bytes, error: RemoteProtocolError) -> None:
         """Handle a frame that cannot be decoded. Mark it as missing if its link is known."""
         self._coordinator.stats.bad_messages += 1
-        if so_far := self._rejected.add():
-            logger.warning("frame.rejected worker=%s so_far=%s error=%s", worker, so_far, error)
+        self._rejected.warn(logger, "frame.rejected worker=%s so_far=%s error=%s", worker, error)
         header, now = decode_frame_header(data), time.monotonic()
         message = f"worker {worker} sent a frame that cannot be decoded: {error}"
         if header is not None:

@@ -110,8 +110,7 @@ class PresenceWatcher:
             if message.subject != self.subjects.presence(presence.worker):
                 raise RemoteProtocolError(f"worker {presence.worker} published presence on {message.subject}")
         except RemoteProtocolError as exc:
-            if so_far := self.rejected.add():
-                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+            self.rejected.warn(logger, "presence.rejected subject=%s so_far=%s error=%s", message.subject, exc)
             return
         num_before = len(self.table.incarnations_of(presence.worker))
         change = self.table.update(presence, time.monotonic())

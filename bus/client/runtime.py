@@ -31,7 +31,7 @@ from ...schemas.presence import ClientPresence, ClientState, WorkerPresence
 from ...schemas.request import GenerateRequest, wire_id
 from ..control.controller import Controller
 from ..control.updates import Updates
-from ..logs import RejectionCount
+from ..logs import RejectionCount, warning_of
 from ..nats.connection import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, Connection, check_permitted, publish, subscribe
 from ..nats.library import Msg, SlowConsumerError
 from ..objects.uploads import Uploads
@@ -383,8 +383,7 @@ class Runtime:
         try:
             presence = decode_client_presence(message.data)
         except RemoteProtocolError as exc:
-            if so_far := self._rejected.add():
-                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+            self._rejected.warn(logger, "presence.rejected subject=%s so_far=%s error=%s", message.subject, exc)
             return
         is_other = presence.incarnation != self.config.incarnation and presence.state is not ClientState.CLOSED
         if is_other and presence.uptime_s < self._uptime_s:
@@ -450,12 +449,10 @@ class Runtime:
         logger.info("client.resumed client=%s", self.config.client)
         self._outage_s = 0.0
         self.dispatcher.restart_timers()
-        try:
+        # If the connection is down again, the next reconnect restarts the leases.
+        with warning_of(BusBroken, logger, "client.resume_failed client=%s error=%s", self.config.client):
             await self._send_heartbeat()
             await self.watcher.restart_watch()
-        except BusBroken as exc:
-            # The connection is down again. The next reconnect restarts the leases.
-            logger.warning("client.resume_failed client=%s error=%s", self.config.client, exc)
 
     def _handle_error(self, error: Exception) -> None:
         """Handle an error that the connection reports."""
@@ -487,10 +484,8 @@ class Runtime:
             lease_s=LEASE_S,
             uptime_s=round(self._uptime_s, 3),
         )
-        try:
+        with warning_of(BusBroken, logger, "presence.publish_failed error=%s"):
             await publish(self.nats, self.config.subjects.client(self.config.client), encode_json(presence))
-        except BusBroken as exc:
-            logger.warning("presence.publish_failed error=%s", exc)
 
 
 _started: weakref.WeakSet[Runtime] = weakref.WeakSet()

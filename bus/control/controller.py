@@ -152,8 +152,7 @@ class AckCollector:
             if message.subject != self._acks_to.removesuffix("*") + ack.worker:
                 raise RemoteProtocolError(f"worker {ack.worker} answered on {message.subject}")
         except RemoteProtocolError as exc:
-            if so_far := self.rejected.add():
-                logger.warning("ack.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+            self.rejected.warn(logger, "ack.rejected subject=%s so_far=%s error=%s", message.subject, exc)
             return
         under_way = self._under_way.get(ack.id)
         if under_way is None:

@@ -18,6 +18,7 @@ from ...schemas.errors import (
     ServerUnreachable,
 )
 from ..auth.credentials import Signatures
+from ..logs import warning_of
 from ..subjects import PREFIX
 from .client import Handler, PatchedNatsClient
 from .failures import MAX_LOGGED, Denials, FailedServers
@@ -255,12 +256,10 @@ class Connection(PatchedNatsClient):
             return
         self._logged.clear()
         logger.info("nats.reconnected name=%s url=%s", self._name, self._display_url())
-        try:
+        # If the connection was lost again, the next reconnect calls this callback again.
+        with warning_of(RollbusError, logger, "nats.callback_failed name=%s error=%s", self._name):
             if self._on_reconnect is not None:
                 await self._on_reconnect()
-        except RollbusError as error:
-            # The connection was lost again. The next reconnect calls this callback again.
-            logger.warning("nats.callback_failed name=%s error=%s", self._name, error)
 
     async def _on_nats_close(self) -> None:
         if self._is_open:

@@ -26,6 +26,7 @@ from ...schemas.errors import BusBroken, BusClosed
 from ...schemas.options import pip_install
 from ..auth.credentials import User
 from ..auth.permissions import accounts
+from ..thread_calls import is_set_within
 from . import embedded_guard
 
 _log = logging.getLogger(__name__)
@@ -236,10 +237,8 @@ class EmbeddedServer:
         process = _ServerProcess([str(find_binary(self._binary)), "-c", str(config)], folder, self._log_lines)
         problem = "exited immediately"
         try:
-            async with asyncio.timeout(self._start_timeout_s):
-                await process.settled.wait()
-        except TimeoutError:
-            problem = f"was not ready within {self._start_timeout_s} s"
+            if not await is_set_within(process.settled, self._start_timeout_s):
+                problem = f"was not ready within {self._start_timeout_s} s"
         finally:
             if not process.is_ready:
                 process.end_now()
@@ -258,9 +257,7 @@ class EmbeddedServer:
             return
         process.send(order)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(embedded_guard.GRACE_S + _END_TIMEOUT_S):
-                    await process.ended.wait()
+            await is_set_within(process.ended, embedded_guard.GRACE_S + _END_TIMEOUT_S)
         finally:
             process.end_now()
         _log.info("nats_server.stopped url=%s", self.url)

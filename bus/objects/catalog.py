@@ -247,8 +247,7 @@ async def find_object(
     except ControlError as error:
         if not is_lenient:
             raise
-        if so_far := _invalid.add():
-            logger.warning("objects.skipped bucket=%s object=%s so_far=%s error=%s", bucket, name, so_far, error)
+        _invalid.warn(logger, "objects.skipped bucket=%s object=%s so_far=%s error=%s", bucket, name, error)
         return FoundObject(message["seq"], stored_at, None, data)
     return FoundObject(message["seq"], stored_at, None if info.deleted else info)
 
@@ -262,7 +261,6 @@ def _is_signed(nats: Connection, bucket: str, name: str, data: bytes, headers: d
             if bucket not in {published_bucket(by.fleet, model) for model in by.models or ()}:
                 raise BadSignature(f"{by.role} {by.name} may not upload there")
     except BadSignature as error:
-        if so_far := _rejected.add():
-            logger.warning("objects.rejected bucket=%s object=%s so_far=%s error=%s", bucket, name, so_far, error)
+        _rejected.warn(logger, "objects.rejected bucket=%s object=%s so_far=%s error=%s", bucket, name, error)
         return False
     return True

@@ -17,6 +17,7 @@ from ...schemas.control import DesiredState, LoadLora, UpdateWeights
 from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, RollbusError
 from ...schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, decode_manifest
 from ..auth.credentials import Role
+from ..logs import warning_of
 from ..nats.connection import Connection, connected
 from ..nats.jetstream import NO_MESSAGE, ApiError, ask, find
 from ..nats.library import NUID
@@ -204,11 +205,9 @@ class Uploads:
 
     async def delete(self, objects: str) -> None:
         """Delete one upload. Log failures."""
-        try:
+        with warning_of(RollbusError, logger, "upload.delete_failed objects=%s error=%s", objects):
             async with self._connect() as nats:
                 await delete_prefix(nats, objects)
-        except RollbusError as exc:
-            logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
 
     async def sweep(self, model: str, keep: AbstractSet[str]) -> None:
         """Delete what killed controllers left in the bucket: old uploads of the model, and unnamed object parts.

@@ -27,7 +27,7 @@ from ..nats.jetstream import put, storage_errors
 from ..nats.library import NUID, Client, Msg
 from ..nats.library import errors as nats_errors
 from ..protocol.fleet.authority import check_unlimited
-from ..thread_calls import call_to_end
+from ..thread_calls import call_to_end, is_set_within
 from .catalog import (
     BUCKET_BYTES,
     bucket_state,
@@ -107,10 +107,7 @@ class Sender:
     async def _wait_until(self, unacked: int) -> None:
         while self._unacked > unacked:
             self._acked.clear()
-            try:
-                async with asyncio.timeout(ACK_TIMEOUT_S):
-                    await self._acked.wait()
-            except TimeoutError:
+            if not await is_set_within(self._acked, ACK_TIMEOUT_S):
                 self._failure = BusBroken(f"JetStream did not store a part within {ACK_TIMEOUT_S:g} s")
                 return
 

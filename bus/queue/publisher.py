@@ -30,6 +30,7 @@ from ..nats.library import Msg
 from ..nats.library import errors as nats_errors
 from ..protocol.queue.pull_plan import HeldBack
 from ..subjects import Subjects
+from ..thread_calls import is_set_within
 from .streams import LOOK_S, PROBE_HEADER, STREAM_LANES, stream_name
 
 logger = logging.getLogger(__name__)
@@ -286,10 +287,7 @@ class QueuePublisher(Generic[K]):
         """Publish held-back requests when there is room, and one of each lane every `TICK_S`."""
         while True:
             await self._has_kept.wait()
-            try:
-                async with asyncio.timeout(TICK_S):
-                    await self._has_room.wait()
-            except TimeoutError:
+            if not await is_set_within(self._has_room, TICK_S):
                 self._held_back.add_room_everywhere()
             self._has_room.clear()
             for number in self._held_back.pop_due():

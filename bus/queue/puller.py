@@ -307,8 +307,7 @@ class QueuePuller:
             else:
                 self._receive_status(message)
         except RemoteProtocolError as exc:
-            if so_far := self.rejected.add():
-                logger.warning("queue.message_rejected model=%s so_far=%s error=%s", self._model, so_far, exc)
+            self.rejected.warn(logger, "queue.message_rejected model=%s so_far=%s error=%s", self._model, exc)
 
     def _receive_request(self, message: Message) -> None:
         request = QueuedRequest(self._nats, message)

@@ -209,8 +209,7 @@ class CommandHandler:
                 raise RemoteProtocolError(f"the command is signed by the {signed.by.role} {signed.by.name}")
             self._receive(controller, message.data, signed)
         except (InvalidRequest, RemoteProtocolError) as exc:
-            if so_far := self.rejected.add():
-                logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+            self.rejected.warn(logger, "command.rejected subject=%s so_far=%s error=%s", message.subject, exc)
 
     def _on_read(self, message: Msg) -> None:
         """Answer a read of the client that the subject names, which NATS permits only to that client. It is not signed.

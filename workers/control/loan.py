@@ -12,6 +12,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from ...bus.logs import warning_of
 from ...bus.protocol.fleet.loans import is_loan
 from ...schemas.control import LOAD_TIMEOUT_S, Recorded, Sleep, Wake
 from ...schemas.errors import BusBroken, ControlCode, ControlError
@@ -111,11 +112,9 @@ class Loan:
         if (recorded := self.recorded) is None:
             return
         at = recorded.at
-        try:
+        with warning_of(BusBroken, logger, "loan.time_read_failed error=%s"):
             stored_at = await self._reader.store.recorded_at(self._reader.model, recorded.epoch)
             at = at if stored_at is None else stored_at.timestamp()
-        except BusBroken as exc:
-            logger.warning("loan.time_read_failed error=%s", exc)
         self._term.begin(recorded, time.monotonic(), time.time() - at if at else 0.0)
 
     def watch(self) -> bool:

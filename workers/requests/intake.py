@@ -196,8 +196,7 @@ class RequestIntake:
 
     def _drop_bad(self, client: str, message: QueuedRequest | None, error: RemoteProtocolError) -> None:
         self.stats.bad += 1
-        if so_far := self._rejected.add():
-            logger.warning("request.rejected client=%s so_far=%s error=%s", client, so_far, error)
+        self._rejected.warn(logger, "request.rejected client=%s so_far=%s error=%s", client, error)
         self._execute(Instructions.acking(message))
 
     def _admit_placed(self, incoming: IncomingRequest) -> Mapping[Turn | Literal["now"] | None, list[Sibling]]:

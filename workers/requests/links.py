@@ -259,8 +259,7 @@ class WorkerLinks:
             progress = link.sender.receive(message)
         except RemoteProtocolError as exc:
             self.stats.bad_messages += 1
-            if so_far := self._rejected.add():
-                logger.warning("link.message_rejected client=%s so_far=%s error=%s", client, so_far, exc)
+            self._rejected.warn(logger, "link.message_rejected client=%s so_far=%s error=%s", client, exc)
             return
         if progress.needs_new_link:
             self.break_link(link, instructions)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ...bus.logs import warning_of
 from ...bus.objects.reader import ObjectReader
 from ...schemas.errors import ControlCode, ControlError, bad_source, storage_failure
 from ...schemas.limits import MAX_LORAS, Recent
@@ -463,10 +464,8 @@ class WeightSources:
 
 async def _try_to_clean(store: FolderStore) -> None:
     """Delete unneeded files, and only log a failure: if the disk has a fault, the next staging reports it."""
-    try:
+    with warning_of(OSError, logger, "sources.cleanup_failed error=%s"):
         await asyncio.to_thread(store.clean_up)
-    except OSError as error:
-        logger.warning("sources.cleanup_failed error=%s", error)
 
 
 def _read_allowed(path: str, roots: Sequence[Path], checks: Checks, *, is_adapter: bool) -> FolderContent:

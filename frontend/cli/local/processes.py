@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from ....bus.logs import warning_of
 from ....bus.nats.connection import connected, publish, subscribe
 from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
@@ -148,19 +149,17 @@ class StartAnnouncer:
         """Publish that the worker is not started again, so that requests for it fail."""
         self.end(worker)
         incarnation = uuid.uuid4().hex[:8]
-        try:
+        with warning_of((BusBroken, TimeoutError), logger, "worker.announce_failed worker=%s error=%s", worker):
             async with asyncio.timeout(GIVE_UP_S), connected(self._server_of(worker), name="rollbus up") as nats:
                 # The first of the two shows clients that the earlier incarnation died, and may have died of a request.
                 for state in (WorkerState.STARTING, WorkerState.FAILED):
                     presence = self._presence(worker, incarnation, state, 0.0, why)
                     await publish(nats, self._subjects.presence(worker), encode_json(presence))
                 await nats.flush()
-        except (BusBroken, TimeoutError) as exc:
-            logger.warning("worker.announce_failed worker=%s error=%s", worker, exc)
 
     async def _announce(self, worker: str, incarnation: str, why: str, at: float) -> None:
         """Announce a process that is started at `at` on `time.monotonic()`."""
-        try:
+        with warning_of(BusBroken, logger, "worker.announce_failed worker=%s error=%s", worker):
             name, is_asked = f"{WORKER_CONNECTION}{worker}", asyncio.Event()
 
             async def answer(_ping: Msg) -> None:
@@ -176,8 +175,6 @@ class StartAnnouncer:
                     presence = self._presence(worker, incarnation, WorkerState.STARTING, awaited_s, reason)
                     await publish(nats, self._subjects.presence(worker), encode_json(presence))
                     await wait_at_most(is_asked, ANNOUNCE_EVERY_S)
-        except BusBroken as exc:
-            logger.warning("worker.announce_failed worker=%s error=%s", worker, exc)
 
     def _presence(
         self, worker: str, incarnation: str, state: WorkerState, start_left_s: float, last_error: str | None
@@ -399,9 +396,7 @@ class Workers:
                 self.announcer.begin(spec.name, f"{end}; {restarts.current}", delay_s)
             again = f"started again in {delay_s:g} s{limit}"
             self.on_end(spec.name, f"{end}; workers left: {self.living}; {again}{last}")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self.is_stopping.wait()
+            if await is_set_within(self.is_stopping, delay_s):
                 return
             process = await self.start(spec)
 

@@ -24,6 +24,7 @@ from ....bus.nats.server import Server
 from ....bus.protocol.fleet.authority import list_stops, open_transfers, stop_of
 from ....bus.protocol.fleet.presence import FleetSnapshot, accepts_whole_requests, slots_of
 from ....bus.subjects import ALL_PRESENCES, Subjects
+from ....bus.thread_calls import is_set_within
 from ....bus.worker_metrics import prefix_cache_hit_ratio
 from ....schemas import control
 from ....schemas.checks import list_names
@@ -343,9 +344,7 @@ async def fleets_with_workers(nats_url: str, fleet: str) -> set[str]:
 
     async with connected(server, name="rollbus") as nats:
         await subscribe(nats, ALL_PRESENCES if server.credentials is None else Subjects(fleet).presences, receive)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEAR_S):
-                await is_own.wait()
+        await is_set_within(is_own, HEAR_S)
     return found | {fleet} if is_own.is_set() else found
 
 

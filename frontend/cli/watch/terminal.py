@@ -16,7 +16,7 @@ import time
 import tty
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 from rich.console import Console
@@ -27,6 +27,7 @@ from .... import bus
 from ....bus import BusBroken, Client, FleetState
 from ....bus.client.client import watch_fleet
 from ....bus.client.fleet_state import FleetWatch
+from ....bus.thread_calls import is_set_within
 from ....schemas.errors import RollbusError
 from ...follow import Heard, RecordedReader
 from ..console import print_json, write
@@ -80,9 +81,7 @@ async def following(watch: FleetWatch) -> AsyncIterator[Callable[[], Awaitable[T
 
     async with asyncio.TaskGroup() as tasks:
         reading = tasks.create_task(read(), name="top.read")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_READ_S):
-                await has_read.wait()
+        await is_set_within(has_read, FIRST_READ_S)
         yield refresh
         reading.cancel()
 
@@ -211,10 +210,7 @@ class FullScreen:
         while True:
             if self._live is not None:
                 self._live.update(draw_text(*self._console.size), refresh=True)
-            try:
-                async with asyncio.timeout(None if math.isinf(ends) else max(ends - time.monotonic(), 0)):
-                    await self._changed.wait()
-            except TimeoutError:
+            if not await is_set_within(self._changed, None if math.isinf(ends) else max(ends - time.monotonic(), 0)):
                 return True
             self._changed.clear()
             while self._pressed:

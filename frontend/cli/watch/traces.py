@@ -26,6 +26,7 @@ from ....bus.protocol.telemetry.requests import (
     phases_of,
     seconds_of,
 )
+from ....bus.thread_calls import is_set_within
 from ....schemas.errors import RollbusError
 from ....schemas.telemetry import RequestKind, TimelineEvent
 from ...command_json import RequestQuery, answer_of, find_timelines, unknown_request
@@ -317,11 +318,7 @@ async def browse(rb: Client, query: RequestQuery) -> None:
             wanted.clear()
             await _read(rb, browser)
             screen.wake()
-            try:
-                async with asyncio.timeout(max(began + READ_EVERY_S - time.monotonic(), 0)):
-                    await wanted.wait()
-            except TimeoutError:
-                continue
+            await is_set_within(wanted, max(began + READ_EVERY_S - time.monotonic(), 0))
 
     def press_key(key: Key) -> bool:
         before = browser.query, browser.opened

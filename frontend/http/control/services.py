@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ....bus.auth.credentials import Role
 from ....bus.client.client import runtime_of
-from ....bus.logs import RejectionCount
+from ....bus.logs import RejectionCount, warning_of
 from ....bus.nats.connection import publish, subscribe_permitted
 from ....bus.nats.library import Msg
 from ....bus.protocol.fleet.authority import check_age
@@ -137,11 +137,8 @@ class Services:
 
     async def _run(self) -> None:
         while True:
-            with contained("services"):
-                try:
-                    await self._live()
-                except RollbusError as error:
-                    logger.warning("services.not_connected error=%s", error)
+            with contained("services"), warning_of(RollbusError, logger, "services.not_connected error=%s"):
+                await self._live()
             await asyncio.sleep(AGAIN_S)
 
     async def _live(self) -> None:
@@ -187,8 +184,7 @@ class Services:
                 raise RemoteProtocolError(f"service message: {len(message.data)} bytes; allowed: {MAX_BYTES}")
             told = decode_service_message(message.data)
         except (ControlError, RemoteProtocolError) as exc:
-            if so_far := self._rejected.add():
-                logger.warning("services.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+            self._rejected.warn(logger, "services.rejected subject=%s so_far=%s error=%s", message.subject, exc)
             return
         if name != self._name:
             self._thread.call_soon_in_owner_loop(partial(self._receive, name, told))
