@@ -4,25 +4,20 @@ The chain record is written by compare-and-set. Ranks other than 0 store objects
 rank 0. Because of the signs, no rank waits long for a dead rank.
 """
 
-import asyncio
-import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict, replace
 
-from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, RollbusError, storage_failure
+from ...schemas.errors import ControlError, RemoteProtocolError, storage_failure
 from ...schemas.manifest import (
     CHAIN,
     CHAIN_OBJECT,
     MAX_REASON_CHARS,
     ChainRecord,
-    Link,
-    OpenedVersion,
     RankObject,
     decode_chain,
 )
@@ -30,15 +25,13 @@ from ..nats.connection import Connection
 from ..nats.jetstream import NO_STREAM, TRY_S, WRONG_LAST_SEQUENCE, ApiError, Unanswered, put, storage_errors
 from ..objects.catalog import BucketState, bucket_state, describe_object, find_object, list_subjects
 from ..objects.layout import ObjectInfo, ObjectOptions, info_subject, stream_of
-from ..protocol.weights.chain import SIGN_S, SILENT_S, Silence
+from ..protocol.weights.chain import SILENT_S, Silence
 from ..subjects import published_bucket
 
 logger = logging.getLogger(__name__)
 
 REASON: Final = "rollbus-reason"
 """Metadata field of an object without content: the reason why a rank failed."""
-POLL_S: Final = 0.25
-"""Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
 
 
 class StoredChain(NamedTuple):
@@ -153,17 +146,6 @@ def as_info(bucket: str, given: RankObject) -> ObjectInfo:
     return ObjectInfo(bucket=bucket, options=ObjectOptions(max_chunk_size=fields.pop("part_bytes")), **fields)
 
 
-async def store_failure(nats: Connection, bucket: str, name: str, reason: str) -> None:
-    """Store the reason why a rank failed.
-
-    Raises:
-        ApiError: the server refuses.
-        BusBroken: JetStream does not answer.
-    """
-    info = ObjectInfo(name=name, bucket=bucket, nuid="failed", metadata={REASON: reason[:MAX_REASON_CHARS]})
-    await put(nats, *describe_object(nats, info))
-
-
 async def find_failure(nats: Connection, bucket: str, name: str) -> str | None:
     """Return the reason why a rank failed; None if the rank stored no reason, or did not sign it.
 
@@ -189,90 +171,18 @@ async def silence_of(nats: Connection, bucket: str, prefix: str, rank: int, sile
         ApiError: the server refuses.
         BusBroken: JetStream does not answer.
     """
-    found = await find_object(nats, bucket, _sign(prefix, rank), is_signed=True)
+    found = await find_object(nats, bucket, sign_name(prefix, rank), is_signed=True)
     if found is None:
         return None
     silent_s = silences.setdefault(rank, Silence()).record(found.sequence, time.monotonic())
-    return None if silent_s < SILENT_S else f"rank {rank} joined, but {_has_been_silent()}"
+    return None if silent_s < SILENT_S else f"rank {rank} joined, but {has_been_silent()}"
 
 
-@contextlib.asynccontextmanager
-async def sending_signs(nats: Connection, bucket: str, prefix: str, rank: int) -> AsyncIterator[None]:
-    """Send signs of life of a rank to rank 0 during the block."""
-    name = _sign(prefix, rank)
-    info = ObjectInfo(name=name, bucket=bucket, nuid="alive")
-
-    async def give() -> None:
-        try:
-            await put(nats, *describe_object(nats, info))
-        except (RollbusError, ApiError) as error:
-            logger.warning("publication.sign_publish_failed prefix=%s rank=%s error=%s", prefix, rank, error)
-
-    async def go_on() -> None:
-        while True:
-            await asyncio.sleep(SIGN_S)
-            await give()
-
-    await give()
-    giving = asyncio.get_running_loop().create_task(go_on(), name="publication.signs")
-    try:
-        yield
-    finally:
-        giving.cancel()
-        await asyncio.wait([giving])
-
-
-async def until_opened(key: ChainKey, version: int, timeout_s: float) -> tuple[ChainRecord, OpenedVersion]:
-    """Wait until rank 0 has announced a version of the weights.
-
-    Raises:
-        ControlError: `timeout`: rank 0 did not announce this version.
-        BusBroken: JetStream or the connection failed.
-    """
-    ends_at = time.monotonic() + timeout_s
-    while True:
-        record = (await key.read()).record
-        opened = record.opened
-        wanted = version, None, record.epoch
-        if opened and record.holder and (opened.version, opened.adapter, opened.epoch) == wanted:
-            return record, opened
-        if time.monotonic() >= ends_at:
-            raise ControlError(
-                ControlCode.TIMEOUT, f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
-            )
-        await asyncio.sleep(POLL_S)
-
-
-async def until_committed(key: ChainKey, objects: str, timeout_s: float) -> tuple[ChainRecord, Link]:
-    """Wait until rank 0 has committed a publication.
-
-    Raises:
-        ControlError: `not_found`: rank 0 discarded it, or another publisher took over; `timeout`: neither happened in
-            time, or rank 0 did not renew its lease for too long.
-        BusBroken: JetStream or the connection failed.
-    """
-    ends_at, silence = time.monotonic() + timeout_s, Silence()
-    while True:
-        stored = await key.read()
-        record = stored.record
-        for link in record.links:
-            if link.objects == objects:
-                return record, link
-        if record.opened is None or record.opened.objects != objects:
-            withdrawn, reason = record.withdrawn, "it failed, or another publisher took over"
-            if withdrawn is not None and withdrawn.objects == objects:
-                reason = withdrawn.reason
-            raise ControlError(ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: {reason}")
-        if silence.record(stored.sequence, time.monotonic()) >= SILENT_S:
-            raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects}: rank 0 {_has_been_silent()}")
-        if time.monotonic() >= ends_at:
-            raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
-        await asyncio.sleep(POLL_S)
-
-
-def _has_been_silent() -> str:
+def has_been_silent() -> str:
+    """Return the problem of a rank without a sign of life, phrased to follow its name."""
     return f"has sent no sign of life for {SILENT_S:g} s"
 
 
-def _sign(prefix: str, rank: int) -> str:
+def sign_name(prefix: str, rank: int) -> str:
+    """Return the name of the object with which a rank shows that it lives."""
     return f"{prefix}/alive/{rank}"

@@ -21,6 +21,7 @@ from ...schemas.manifest import MAX_DELTA_OBJECTS, TensorDelta, TensorEntry, del
 from ...schemas.rows import Uint8s
 from ..protocol.weights.chain import Contents
 from ..protocol.weights.tensors import INDEX, Encoded, apply_delta, encode_delta, index_of, layouts, ordered, undo_delta
+from ..thread_calls import is_set_within
 from .tensors import FolderFile, Snapshot, SnapshotTensor, TensorKind, bad_tensor, read_tensor
 
 DELTA_BYTES: Final = 64 * 1024**2
@@ -361,11 +362,7 @@ class TensorFeed:
     async def stop(self) -> bool:
         """End the pass and wait for the thread. Return False if it may still compare a tensor after `STOP_S`."""
         self.halt()
-        if self._is_begun:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await self._ended.wait()
-        return not self._is_begun or self._ended.is_set()
+        return not self._is_begun or await is_set_within(self._ended, STOP_S)
 
     def draw(self) -> None:
         """Draw all tensors. This blocks. `objects` raises the errors of this method."""

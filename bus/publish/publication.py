@@ -6,8 +6,8 @@ A version is valid only after the chain record names it. An adapter is valid aft
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -24,15 +24,19 @@ from ...schemas.manifest import (
     WithdrawnVersion,
     decode_rank_list,
 )
-from ..nats.jetstream import ApiError, storage_errors
+from ..logs import warning_of
+from ..nats.jetstream import ApiError, put, storage_errors
 from ..nats.library import NUID
-from ..objects.catalog import delete_prefix, find_object
+from ..objects.catalog import delete_prefix, describe_object, find_object
 from ..objects.layout import MAX_FILES, ObjectInfo, check_path, split_objects
 from ..objects.reader import open_reader
 from ..objects.uploads import new_part_id, part_tag
 from ..objects.writer import Pieces, Sender, delete_stored, each_piece, open_sender, put_pieces, store_folder
 from ..protocol.weights import chain
-from .chain_store import ChainKey, as_info, as_rank_object, find_failure, sending_signs, silence_of, store_failure
+from .chain_store import REASON, ChainKey, as_info, as_rank_object, find_failure, sign_name, silence_of
+
+if TYPE_CHECKING:
+    from .versions import VersionStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +46,6 @@ LIST: Final = "list"
 """Name of the object with the list of a rank."""
 FAIL_S: Final = 10.0
 """Seconds for reporting a failure to rank 0. If the server is away, rank 0 waits until its own timeout."""
-
-
-class Store(Protocol):
-    """What a publication uses of the `VersionStore` that began it."""
-
-    record: ChainRecord
-    publications: set["Publication"]
-    make_room: Callable[[], Awaitable[None]]
-
-    async def change(self, change: Callable[[ChainRecord], ChainRecord]) -> None:
-        """Write the chain record while the lease is held."""
 
 
 class Publication:
@@ -68,7 +61,7 @@ class Publication:
         tag: tag in the ids of the folder's object parts.
     """
 
-    def __init__(self, store: Store, key: ChainKey, opened: OpenedVersion) -> None:
+    def __init__(self, store: "VersionStore", key: ChainKey, opened: OpenedVersion) -> None:
         self._store = store
         self._key = key
         self.opened: Final = opened
@@ -154,10 +147,8 @@ class Publication:
             await delete_stored(self._key.nats, self._bucket, tuple(self._infos))
         if self._has_ranks:
             await self._delete_lists()
-            try:
+            with warning_of(RollbusError, logger, "publication.withdrawal_failed objects=%s error=%s", self.objects):
                 await self._store.change(lambda record: _withdrawn(record, self.objects, self._reason))
-            except RollbusError as error:
-                logger.warning("publication.withdrawal_failed objects=%s error=%s", self.objects, error)
 
     async def announce(self) -> None:
         """Allow other ranks to join.
@@ -170,9 +161,30 @@ class Publication:
         self._has_ranks = True
         await self._store.change(lambda record: msgspec.structs.replace(record, opened=self.opened, withdrawn=None))
 
-    def alive(self, rank: int) -> contextlib.AbstractAsyncContextManager[None]:
+    @contextlib.asynccontextmanager
+    async def alive(self, rank: int) -> AsyncIterator[None]:
         """Send signs of life to rank 0 during the block. Without them, rank 0 treats this rank as lost."""
-        return sending_signs(self._key.nats, self._bucket, self._list_prefix, rank)
+        info = ObjectInfo(name=sign_name(self._list_prefix, rank), bucket=self._bucket, nuid="alive")
+
+        async def give() -> None:
+            try:
+                await put(self._key.nats, *describe_object(self._key.nats, info))
+            except (RollbusError, ApiError) as error:
+                prefix = self._list_prefix
+                logger.warning("publication.sign_publish_failed prefix=%s rank=%s error=%s", prefix, rank, error)
+
+        async def go_on() -> None:
+            while True:
+                await asyncio.sleep(chain.SIGN_S)
+                await give()
+
+        await give()
+        giving = asyncio.get_running_loop().create_task(go_on(), name="publication.signs")
+        try:
+            yield
+        finally:
+            giving.cancel()
+            await asyncio.wait([giving])
 
     async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
         """Store the list of this rank's objects and tensors for rank 0, which owns the objects from then on.
@@ -207,9 +219,11 @@ class Publication:
             reason: reason for rank 0 and the ranks that wait for it.
         """
         await self.discard()
+        name, metadata = f"{self._list_prefix}/failed/{rank}", {REASON: reason[:MAX_REASON_CHARS]}
+        info = ObjectInfo(name=name, bucket=self._bucket, nuid="failed", metadata=metadata)
         try:
             async with asyncio.timeout(FAIL_S):
-                await store_failure(self._key.nats, self._bucket, f"{self._list_prefix}/failed/{rank}", reason)
+                await put(self._key.nats, *describe_object(self._key.nats, info))
         except (RollbusError, ApiError, TimeoutError) as error:
             logger.warning("publication.failure_publish_failed objects=%s rank=%s error=%s", self.objects, rank, error)
 
@@ -343,10 +357,8 @@ class Publication:
 
     async def _delete_lists(self) -> None:
         """Delete the lists of ranks. Log failures; a later `clean` deletes the rest."""
-        try:
+        with warning_of(RollbusError, logger, "publication.lists_delete_failed objects=%s error=%s", self.objects):
             await delete_prefix(self._key.nats, f"{self._bucket}/{self._list_prefix}")
-        except RollbusError as error:
-            logger.warning("publication.lists_delete_failed objects=%s error=%s", self.objects, error)
 
     def _check_open(self) -> None:
         if self._is_over:

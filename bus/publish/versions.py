@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, PermissionDenied, RollbusError
 from ...schemas.manifest import ChainRecord, Holder, Link, OpenedVersion
+from ..logs import warning_of
 from ..nats.connection import connected
 from ..nats.jetstream import ApiError, Retries, Unanswered, storage_errors
 from ..nats.server import Server
@@ -20,7 +22,7 @@ from ..objects.catalog import ensure_bucket
 from ..objects.uploads import begin_cleaning
 from ..protocol.weights import chain
 from ..subjects import Subjects, encode_token
-from .chain_store import POLL_S, ChainKey, StoredChain, until_committed, until_opened
+from .chain_store import ChainKey, StoredChain, has_been_silent
 from .publication import Publication
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 RENEW_S: Final = chain.LEASE_S / 3
 """Seconds between renewals of the lease; two renewals may be lost."""
+POLL_S: Final = 0.25
+"""Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
 CLOSE_S: Final = 20.0
 """Seconds for removing uncommitted publications and releasing the lease."""
 
@@ -157,9 +161,7 @@ class VersionStore:
         opened = OpenedVersion(
             objects=objects, version=version, epoch=epoch, adapter=adapter, has_delta=has_delta, has_anchor=has_anchor
         )
-        publication = Publication(self, key, opened)
-        self.publications.add(publication)
-        return publication
+        return self._publication(key, opened)
 
     async def join(self, version: int, timeout_s: float) -> Publication:
         """Join the version of the weights that rank 0 has announced. This requires no lease.
@@ -168,8 +170,19 @@ class VersionStore:
             ControlError: `timeout`: rank 0 did not announce this version.
             BusBroken: JetStream or the connection failed.
         """
-        key = self._opened()
-        self.record, opened = await until_opened(key, version, timeout_s)
+        key, ends_at = self._opened(), time.monotonic() + timeout_s
+        while True:
+            self.record = record = (await key.read()).record
+            opened = record.opened
+            wanted = version, None, record.epoch
+            if opened and record.holder and (opened.version, opened.adapter, opened.epoch) == wanted:
+                return self._publication(key, opened)
+            if time.monotonic() >= ends_at:
+                problem = f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
+                raise ControlError(ControlCode.TIMEOUT, problem)
+            await asyncio.sleep(POLL_S)
+
+    def _publication(self, key: ChainKey, opened: OpenedVersion) -> Publication:
         publication = Publication(self, key, opened)
         self.publications.add(publication)
         return publication
@@ -182,8 +195,24 @@ class VersionStore:
                 in time, or rank 0 fell silent.
             BusBroken: JetStream or the connection failed.
         """
-        self.record, link = await until_committed(self._opened(), objects, timeout_s)
-        return link
+        key, ends_at, silence = self._opened(), time.monotonic() + timeout_s, chain.Silence()
+        failed = f"rank 0 did not commit {objects}"
+        while True:
+            stored = await key.read()
+            self.record = record = stored.record
+            for link in record.links:
+                if link.objects == objects:
+                    return link
+            if record.opened is None or record.opened.objects != objects:
+                withdrawn, reason = record.withdrawn, "it failed, or another publisher took over"
+                if withdrawn is not None and withdrawn.objects == objects:
+                    reason = withdrawn.reason
+                raise ControlError(ControlCode.NOT_FOUND, f"{failed}: {reason}")
+            if silence.record(stored.sequence, time.monotonic()) >= chain.SILENT_S:
+                raise ControlError(ControlCode.TIMEOUT, f"{failed}: rank 0 {has_been_silent()}")
+            if time.monotonic() >= ends_at:
+                raise ControlError(ControlCode.TIMEOUT, f"{failed} within {timeout_s:g} s")
+            await asyncio.sleep(POLL_S)
 
     async def refresh(self) -> None:
         """Renew the lease and update `record`, because the answer to a commit may have been lost.
@@ -217,7 +246,7 @@ class VersionStore:
             recorded: folders of the object store that the desired state names; those with published versions are noted.
             young_s: age in seconds below which folders and object parts always stay.
         """
-        try:
+        with warning_of((RollbusError, ApiError), logger, "versions.cleanup_failed model=%s error=%s", self._model):
             key = self._opened()
             for objects in sorted(recorded):
                 if chain.is_published(objects, key.bucket):
@@ -228,8 +257,6 @@ class VersionStore:
             await self.change(lambda record: chain.trimmed(record, recorded, kept))
             await cleaning.delete_folders(kept)
             await cleaning.delete_parts()
-        except (RollbusError, ApiError) as error:
-            logger.warning("versions.cleanup_failed model=%s error=%s", self._model, error)
 
     def _opened(self) -> ChainKey:
         if self._key is None:
@@ -260,11 +287,9 @@ class VersionStore:
             await self.change(self._version_taken, is_leasing=True)
         self._epoch = self.record.epoch
         logger.info("versions.lease_acquired model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
-        try:
+        with warning_of(RollbusError, logger, "versions.cleanup_failed model=%s error=%s", self._model):
             # No other publisher can commit any more, and this publisher has stored nothing yet.
             await self._delete_leftovers(key, 0.0)
-        except RollbusError as error:
-            logger.warning("versions.cleanup_failed model=%s error=%s", self._model, error)
 
     async def _delete_leftovers(self, key: ChainKey, young_s: float) -> int:
         """Delete leftovers of killed publications. Return the number of their objects.
@@ -290,10 +315,8 @@ class VersionStore:
         """Renew the lease until it is lost."""
         while self._lost is None:
             await asyncio.sleep(RENEW_S)
-            try:
+            with warning_of(RollbusError, logger, "versions.lease_renewal_failed model=%s error=%s", self._model):
                 await self.refresh()
-            except RollbusError as error:
-                logger.warning("versions.lease_renewal_failed model=%s error=%s", self._model, error)
 
     async def change(self, change: Callable[[ChainRecord], ChainRecord], *, is_leasing: bool = False) -> None:
         """Write the chain record that `change` returns. Call `change` again if another program wrote first.
