@@ -45,6 +45,11 @@ logger = logging.getLogger("rollbus.workers")
 
 KV_ARG = "kv_transfer_config"
 """Name of the engine argument that `--kv-transfer-config` sets."""
+AS_GIVEN = (
+    *("incarnation", "weight_version", "lease_s", "engine_timeout_s", "transfer_idle_s", "stage_bytes"),
+    *("fetch_rate", "drain_s"),
+)
+"""Options that are fields of `WorkerConfig`."""
 REPEAT_S = 30.0
 """Seconds between two log lines about the wait for a server. The end of a log then shows one, and a day has a few
 thousand."""
@@ -117,21 +122,14 @@ def configure(args: argparse.Namespace) -> tuple[WorkerConfig, Callable[[], Engi
         fleet=fleet,
         worker_id=worker_id or default_worker_id(),
         model=args.served_model_name or Path(args.model or "synthetic").resolve().name,
-        incarnation=args.incarnation,
-        weight_version=args.weight_version,
         model_path=None if args.model is None else str(Path(args.model).resolve()),
-        lease_s=args.lease_s,
         # A generated id is unique, so there is no other worker to listen for.
         listen_s=args.listen_s if worker_id is not None else 0.0,
-        engine_timeout_s=args.engine_timeout_s,
-        transfer_idle_s=args.transfer_idle_s,
         start_timeout_s=args.start_timeout,
         weight_roots=tuple(str(Path(root).absolute()) for root in args.weight_root),
         cache_dir=args.cache_dir or default_cache_dir(),
-        stage_bytes=args.stage_bytes,
-        fetch_rate=args.fetch_rate,
         prove_reload=not args.no_prove_reload,
-        drain_s=args.drain_s,
+        **{name: getattr(args, name) for name in AS_GIVEN},
     )
     return config, partial(make_engine, args.engine, _resolve_model(args.model), _parse_engine_args(args), args.role)
 

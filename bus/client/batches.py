@@ -189,9 +189,11 @@ class Batch(ABC, Generic[R]):
         """Return what the caller reads of a request that was not submitted."""
 
     def close(self) -> None:
-        """Abort all requests in flight."""
+        """Abort all requests in flight, and drop their chunks."""
         for call in self._in_flight:
             self._runtime.remove(call)
+        if self._inbox is not None:
+            self._inbox.close()
 
 
 class ResultBatch(Batch[Generation]):
@@ -231,11 +233,6 @@ class ChunkBatch(Batch[list[Chunk]]):
 
     def _rejected(self, request: GenerateRequest, error: RequestError) -> list[Chunk]:
         return failed_ends(request, (), error)
-
-    def close(self) -> None:
-        """Abort all requests in flight, and drop their chunks."""
-        super().close()
-        self._shared.close()
 
 
 def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:

@@ -14,23 +14,8 @@ from ..subjects import Subjects
 from ..tracing.spans import Tracing
 
 BOUNDS_S: Final = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
-    1800.0,
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0),
 )
 """Upper bounds of the buckets in seconds, from one round trip to the longest usual request."""
 MAX_MODELS: Final = 256

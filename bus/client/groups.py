@@ -165,7 +165,7 @@ class OpenGroup:
         # One for each sample; the parts of a continued answer are joined.
         self._answers = [replace_result(answer, siblings=()) for answer in (first, *first.siblings)]
         # Indexes of the answers that each call generates.
-        self._calls: dict[Call, tuple[int, ...]] = {}
+        self.calls: dict[Call, tuple[int, ...]] = {}
         self._is_begun = False
         self._model = request.model
         self.error: RequestError | None = None
@@ -175,11 +175,6 @@ class OpenGroup:
     def policy(self) -> tuple[str | None, str | None]:
         """Model and adapter that sample the group. The model is None until it is known."""
         return self._model, self._request.lora
-
-    @property
-    def calls(self) -> list[Call]:
-        """Calls in flight."""
-        return [*self._calls]
 
     @property
     def is_complete(self) -> bool:
@@ -211,21 +206,17 @@ class OpenGroup:
 
     def add(self, call: Call, indexes: tuple[int, ...]) -> None:
         """Record a call in flight for these answers."""
-        self._calls[call] = indexes
+        self.calls[call] = indexes
         self._model = call.model
 
     def end(self, call: Call) -> None:
         """Join the result of an ended call with its answers."""
         first = call.generation()
-        for index, generation in zip(self._calls.pop(call), (first, *first.siblings), strict=True):
+        for index, generation in zip(self.calls.pop(call), (first, *first.siblings), strict=True):
             part = replace_result(generation, siblings=())
             self._answers[index] = self._answers[index].joined(part) if self._is_begun else part
         self._is_begun = True
         self.error = self.error or first.error
-
-    def forget_calls(self) -> None:
-        """Remove all calls in flight from the group."""
-        self._calls.clear()
 
     def lengths(self, in_flight: dict[str, list[int]]) -> list[int]:
         """Return the number of tokens of each answer.
@@ -234,7 +225,7 @@ class OpenGroup:
             in_flight: numbers of tokens of the children of open calls, by request id.
         """
         lengths = [len(answer.token_ids) for answer in self._answers]
-        for call, indexes in self._calls.items():
+        for call, indexes in self.calls.items():
             for index, num_tokens in zip(indexes, in_flight.get(call.request.request_id, ()), strict=False):
                 lengths[index] += num_tokens
         return lengths
@@ -524,7 +515,7 @@ class GroupSampler:
         for call in group.calls:
             del self._group_of[call]
             self._runtime.remove(call)
-        group.forget_calls()
+        group.calls.clear()
 
     def _fail(self, group: OpenGroup) -> None:
         self._planner.fail(group.number)

@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from ...schemas.decoding import MALFORMED
 from ...schemas.errors import bad_source
 
 MAX_FILES: Final = 4096
@@ -157,7 +158,7 @@ def decode_info(data: bytes) -> ObjectInfo:
     """
     try:
         info = msgspec.json.decode(data, type=ObjectInfo)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise bad_source(f"an object's description does not decode: {error}") from error
     if info.options is not None and info.options.link is not None:
         raise bad_source(f"{shown(info)} is a link; allowed: objects that have content")

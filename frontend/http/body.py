@@ -18,7 +18,7 @@ from msgspec import Meta
 from msgspec.structs import fields
 from starlette.requests import ClientDisconnect, Request
 
-from ...schemas.decoding import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names, nearest
+from ...schemas.decoding import MALFORMED, MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names, nearest
 from ...schemas.errors import ErrorCode
 from . import Settings
 from .errors import HttpError
@@ -227,7 +227,7 @@ def decode_body(data: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         message, field = _explain(str(error), kind)
         raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise HttpError(400, f"the body is not JSON: {error}", code=ErrorCode.INVALID_REQUEST) from None
 
 

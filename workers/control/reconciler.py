@@ -573,14 +573,12 @@ class Reconciler:
 
     async def _apply_event(self, event: WorkerEvent | None) -> None:
         match event:
-            case None:
-                # Requests in flight continue while sources are staged. No new request is accepted.
-                await self._in_flight.resume_engine()
             case WorkerEvent.CAUGHT_UP:
                 await self._in_flight.resume()
             case WorkerEvent.PAUSED if self.pause_mode == "keep":
                 await self._in_flight.pause_engine()
-            case WorkerEvent.PAUSED:
+            case None | WorkerEvent.PAUSED:
+                # None: requests in flight continue while sources are staged. No new request is accepted.
                 await self._in_flight.resume_engine()
             case WorkerEvent.SLEPT:
                 self._waiting = None

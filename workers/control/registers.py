@@ -111,10 +111,12 @@ class Registers:
         """
         if self.weights.is_transferring:
             self._check_in_transfer(command)
+        if isinstance(command, _WAKING):
+            await self._wake(report, command.timeout_s)
         match command:
             case Pause():
                 await self._pause(command, report)
-            case Resume():
+            case Resume() | Wake():
                 pass
             case Drain():
                 self._in_flight.fail_for_retry("this worker is drained")
@@ -122,18 +124,13 @@ class Registers:
                 await self._flush_cache(report, preempt=command.preempt)
             case Sleep():
                 await self._sleep(command, report)
-            case Wake():
-                await self._wake(report, command.timeout_s)
             case UpdateWeights():
                 return await self._update(command, report)
             case FinishWeightUpdate():
-                await self._wake(report, command.timeout_s)
                 return await self._finish(command, report)
             case LoadLora():
-                await self._wake(report, command.timeout_s)
                 await self.loras.load(command, report)
             case UnloadLora():
-                await self._wake(report, command.timeout_s)
                 await self.loras.unload(command)
             case _:
                 raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} does not set a register")

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from ...bus.protocol.weights.tensors import ADAPTER_CONFIG, ADAPTER_TENSORS, INDEX
+from ...schemas.decoding import MALFORMED
 from ...schemas.errors import ControlError, bad_source
 from ...schemas.manifest import Manifest, tensors_digest
 from ...schemas.options import memory_bytes
@@ -41,22 +42,9 @@ MAX_SHARDS: Final = 4096
 _WEIGHT_FILES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 """Endings of the files from which an engine may load its weights."""
 _SAME: Final = (
-    "architectures",
-    "model_type",
-    "head_dim",
-    "hidden_act",
-    "layer_types",
-    "norm_topk_prob",
-    "num_attention_heads",
-    "num_experts_per_tok",
-    "num_key_value_heads",
-    "quantization_config",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "tie_word_embeddings",
+    *("architectures", "model_type", "head_dim", "hidden_act", "layer_types", "norm_topk_prob"),
+    *("num_attention_heads", "num_experts_per_tok", "num_key_value_heads", "quantization_config"),
+    *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
 )
 """Fields of config.json that change how a model computes, but not the shapes of its tensors. An engine that reloads its
 weights keeps the fields that it read at its start. If they differed, a worker would compute differently from a worker
@@ -161,7 +149,7 @@ def read_json(path: Path, kind: type[T]) -> T:
         raise bad_source(f"{path} is larger than {MAX_JSON_BYTES} bytes")
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise bad_source(f"{path} does not decode: {error}") from error
 
 

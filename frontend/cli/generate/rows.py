@@ -16,7 +16,7 @@ from msgspec import structs
 
 from ....schemas import limits
 from ....schemas.checks import check_int, describe
-from ....schemas.decoding import nearest
+from ....schemas.decoding import MALFORMED, nearest
 from ....schemas.errors import InvalidRequest
 from ....schemas.messages import encode
 from ....schemas.request import GenerateRequest, check_given_id
@@ -372,7 +372,7 @@ def _decode(raw: bytes) -> dict[str, object]:
     allowed = 'a JSON object such as {"prompt": "text"}'
     try:
         value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except MALFORMED as exc:
         raise InvalidRequest("the line", f"is not JSON ({exc})", allowed) from None
     if not isinstance(value, dict):
         raise InvalidRequest("the line", f"is {describe(value)}", allowed)

@@ -10,7 +10,9 @@ from typing import Final
 from .... import __version__, bus
 from ....bus.client.client import watch_fleet
 from ....bus.client.fleet_state import FleetWatch
+from ....bus.logs import warning_of
 from ....bus.protocol.telemetry.rates import STEP_S, History
+from ....bus.thread_calls import is_set_within
 from ....schemas.errors import RollbusError
 from ...follow import Heard, RecordedReader
 from ..calls import PING
@@ -125,10 +127,8 @@ class LiveFleet:
         while True:
             number = max(number, int((loop.time() - begun) / STEP_S)) + 1
             await asyncio.sleep(begun + number * STEP_S - loop.time())
-            try:
+            with warning_of(RollbusError, logger, "live.point_failed error=%r"):
                 await self._keep_point(number)
-            except RollbusError as error:
-                logger.warning("live.point_failed error=%r", error)
 
     async def _keep_point(self, number: int) -> None:
         if self._watch.problem is not None:
@@ -153,15 +153,11 @@ class LiveFleet:
         loop = asyncio.get_running_loop()
         pinged_at = loop.time()
         while True:
-            await self.viewers.until_some()
+            await self.viewers.some.wait()
             begun = loop.time()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(READ_WAIT_S):
-                    await self._has_read.wait()
-            try:
+            await is_set_within(self._has_read, READ_WAIT_S)
+            with warning_of(RollbusError, logger, "live.event_failed error=%r"):
                 self.viewers.offer("fleet", encode_event("fleet", await self._event()))
-            except RollbusError as error:
-                logger.warning("live.event_failed error=%r", error)
             if begun - pinged_at >= PING_S:
                 pinged_at = begun
                 self.viewers.offer("ping", PING)
@@ -171,11 +167,9 @@ class LiveFleet:
         """Read the queues and desired states from NATS periodically while there are viewers."""
         while True:
             self._has_read.clear()
-            await self.viewers.until_some()
-            try:
+            await self.viewers.some.wait()
+            with warning_of(RollbusError, logger, "live.read_failed error=%r"):
                 await self._recorded.read(self._watch)
-            except RollbusError as error:
-                logger.warning("live.read_failed error=%r", error)
             self._has_read.set()
             await self._day.read(self._watch, self._recorded.latest.desired)
             self._tell_day()
@@ -184,7 +178,7 @@ class LiveFleet:
     async def _listen(self) -> None:
         """Subscribe to commands while there are viewers."""
         while True:
-            await self.viewers.until_some()
+            await self.viewers.some.wait()
             try:
                 await self._watch.listen()
             except RollbusError as error:
@@ -193,7 +187,7 @@ class LiveFleet:
                 await asyncio.sleep(LISTEN_AGAIN_S)
                 continue
             self._deaf = None
-            await self.viewers.until_none()
+            await self.viewers.none.wait()
             await asyncio.sleep(LINGER_S)
             if not self.viewers:
                 with contextlib.suppress(RollbusError):

@@ -62,9 +62,9 @@ class Viewers:
 
     def __init__(self) -> None:
         self._viewers: set[Viewer] = set()
-        self._some = asyncio.Event()
-        self._none = asyncio.Event()
-        self._none.set()
+        self.some = asyncio.Event()
+        self.none = asyncio.Event()
+        self.none.set()
         self._has_ended = False
 
     def __len__(self) -> int:
@@ -94,23 +94,15 @@ class Viewers:
                 message += f", and {KEPT_FOR_ADMINS} more with the token of admins"
             raise HttpError(503, message, code="too_many_viewers")
         self._viewers.add(viewer)
-        self._some.set()
-        self._none.clear()
+        self.some.set()
+        self.none.clear()
         try:
             yield
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
-                self._some.clear()
-                self._none.set()
-
-    async def until_none(self) -> None:
-        """Wait until there are no viewers."""
-        await self._none.wait()
-
-    async def until_some(self) -> None:
-        """Wait until there is a viewer."""
-        await self._some.wait()
+                self.some.clear()
+                self.none.set()
 
     def offer(self, name: EventName, event: bytes) -> None:
         """Send an event to all viewers."""

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this value (sampling_params.py: __post_init__)."""
 
+AS_GIVEN = (
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "logprobs"),
+    *("prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Fields of `SamplingParams` that vLLM's has too, with the same meaning."""
 STRUCTURED = "structured_outputs"
 """Name in `sampling.extra` of vLLM's parameters for a grammar."""
 NOT_EXTRA = {
@@ -73,20 +78,8 @@ def to_vllm(
     sampling = request.sampling
     _check_unchanged(request, max_model_len)
     fields: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
+        **{name: getattr(sampling, name) for name in AS_GIVEN},
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "logprobs": sampling.logprobs,
-        "prompt_logprobs": sampling.prompt_logprobs,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": None if sampling.logit_bias is None else dict(sampling.logit_bias),
         "allowed_token_ids": None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
         # If the request wants no routed experts, the engine need not read and send the rows of the prompt.
