@@ -27,22 +27,22 @@ class WorkerLine:
     """The reason why the worker did not apply the command, as text for people; None if it applied the command."""
 
 
-def ledger_as_json(ledger: CommandResult) -> JsonObject:
+def result_as_json(result: CommandResult) -> JsonObject:
     """Return the command result as JSON for programs.
 
     docs/operate/commands.md documents the names. They never change.
     """
     return {
-        "command": ledger.command,
-        "id": ledger.id,
-        "complete": ledger.is_complete,
-        "epochs": ledger.epochs,
-        "seconds": round(ledger.seconds, 3),
-        "workers": [_line_as_json(line) for line in ledger_lines(ledger)],
-        "not_found": list(ledger.not_found),
-        "not_awaited": list(ledger.not_awaited),
-        "paused_s": None if ledger.paused_s is None else round(ledger.paused_s, 3),
-        "warnings": list(ledger.warnings),
+        "command": result.command,
+        "id": result.id,
+        "complete": result.is_complete,
+        "epochs": result.epochs,
+        "seconds": round(result.seconds, 3),
+        "workers": [_line_as_json(line) for line in result_lines(result)],
+        "not_found": list(result.not_found),
+        "not_awaited": list(result.not_awaited),
+        "paused_s": None if result.paused_s is None else round(result.paused_s, 3),
+        "warnings": list(result.warnings),
     }
 
 
@@ -62,13 +62,13 @@ def _line_as_json(line: WorkerLine) -> JsonObject:
     return found | {"seconds": round(ack.seconds, 3), "canary": msgspec.to_builtins(ack.canary)}
 
 
-def ledger_lines(ledger: CommandResult) -> Iterator[WorkerLine]:
+def result_lines(result: CommandResult) -> Iterator[WorkerLine]:
     """Yield each worker of a command result once. Workers that applied the command come first."""
-    for result in RESULTS[:-1]:
-        acks: Mapping[str, Ack] = getattr(ledger, result)
+    for column in RESULTS[:-1]:
+        acks: Mapping[str, Ack] = getattr(result, column)
         for worker, ack in sorted(acks.items()):
-            yield WorkerLine(worker, result, ack, _why(result, ack))
-    for worker, why in sorted(ledger.missing.items()):
+            yield WorkerLine(worker, column, ack, _why(column, ack))
+    for worker, why in sorted(result.missing.items()):
         yield WorkerLine(worker, "missing", None, why)
 
 
@@ -121,9 +121,7 @@ class RequestQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     async def read(self, fleet: bus.Fleet) -> bus.RequestList:
         """Ask the workers for the list. Errors are those of `Fleet.requests`."""
-        return await fleet.requests(
-            self.show, client=self.client, model=self.model, workers=self.workers, limit=self.limit
-        )
+        return await fleet.requests(**msgspec.structs.asdict(self))
 
 
 def answer_of(trace: bus.RequestTrace) -> RequestAnswer:

@@ -166,10 +166,10 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Return one line with the version, its size and the update."""
         kind = "anchor" if self.is_anchor else "delta"
-        ledger = "" if self.ledger is None else f", {self.ledger!r}"
+        result = "" if self.ledger is None else f", {self.ledger!r}"
         return (
             f"<PublishedWeights version={self.version} {kind} changed={self.num_changed} of {self.num_tensors} tensors "
-            f"stored={self.stored_bytes} of {self.model_bytes} bytes in {self.seconds:.2f} s{ledger}>"
+            f"stored={self.stored_bytes} of {self.model_bytes} bytes in {self.seconds:.2f} s{result}>"
         )
 
     def _repr_html_(self) -> str:

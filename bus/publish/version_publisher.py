@@ -259,8 +259,8 @@ class VersionPublisher:
         if not options.updates:
             await self._clean()
             return published
-        ledger = await self.load(published.objects, options)
-        return structs.replace(published, ledger=ledger, seconds=time.monotonic() - options.started)
+        result = await self.load(published.objects, options)
+        return structs.replace(published, ledger=result, seconds=time.monotonic() - options.started)
 
     async def load(self, objects: str, options: PublishOptions[Load]) -> CommandResult:
         """Make the fleet load a committed version or adapter, and delete old versions.

@@ -24,9 +24,9 @@ from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
 from ...schemas.acks import Ack
 from ...schemas.options import MAX_DRAIN_S
 from ...schemas.weights import Canary, Staging, UpdateTiming, Verified, WeightSource
-from ..command_json import ledger_as_json, ledger_lines
+from ..command_json import result_as_json, result_lines
 from .console import note, print_json, size, staging_text, waiting
-from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
+from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_result
 from .options import connect, refuse_options
 from .tables import print_table, print_text, printable
 
@@ -63,15 +63,15 @@ async def _send(method: str, args: argparse.Namespace, own: Mapping[str, Any]) -
             options = _send_options(args)
             options["on_ack"] = AckCounter(show).add
             try:
-                ledger = await getattr(rb.fleet, method)(**own, **options)
+                result = await getattr(rb.fleet, method)(**own, **options)
             except bus.CommandIncomplete as error:
-                incomplete, ledger = error, error.ledger
-    show_ledger(args, ledger)
+                incomplete, result = error, error.ledger
+    show_result(args, result)
     if incomplete is not None:
         # If stdout and stderr are the same terminal, the table above shows the reason of each worker.
         has_table = not args.json and sys.stdout.isatty() and sys.stderr.isatty()
         note(f"rollbus: {incomplete.headline if has_table else incomplete}")
-    return exit_code_of_ledger(ledger)
+    return exit_code_of_result(result)
 
 
 async def _expect(count: int, model: str | None, fleet: Fleet) -> None:
@@ -101,13 +101,13 @@ def _send_options(args: argparse.Namespace) -> SendOptions:
     return options
 
 
-def show_ledger(args: argparse.Namespace, ledger: CommandResult) -> None:
+def show_result(args: argparse.Namespace, result: CommandResult) -> None:
     """Print the ack of each worker."""
     if args.json:
-        print_json(ledger_as_json(ledger))
+        print_json(result_as_json(result))
         return
-    print_table(COLUMNS, ledger_rows(ledger))
-    for line in (summary(ledger), *(f"warning: {warning}" for warning in ledger.warnings)):
+    print_table(COLUMNS, result_rows(result))
+    for line in (summary(result), *(f"warning: {warning}" for warning in result.warnings)):
         print_text(line)
 
 
@@ -151,7 +151,7 @@ MAX_NAMED = 3
 COLUMNS = ("result", "worker", "version", "seconds", "why")
 
 
-def ledger_rows(ledger: CommandResult) -> list[list[str]]:
+def result_rows(result: CommandResult) -> list[list[str]]:
     """Return the cells of `COLUMNS` for each worker. Workers that applied the command come last."""
     return [
         [
@@ -159,30 +159,30 @@ def ledger_rows(ledger: CommandResult) -> list[list[str]]:
             line.worker,
             "-" if line.ack is None else str(line.ack.weight_version),
             "-" if line.ack is None else f"{line.ack.seconds:.2f}",
-            line.why or _what(ledger, line.ack) or "-",
+            line.why or _what(result, line.ack) or "-",
         ]
-        for line in sorted(ledger_lines(ledger), key=lambda line: line.result == "applied")
+        for line in sorted(result_lines(result), key=lambda line: line.result == "applied")
     ]
 
 
-def summary(ledger: CommandResult) -> str:
+def summary(result: CommandResult) -> str:
     """Return the result in one line: `pause: applied by 1 of 2 workers in 0.31 s, epoch 7; 1 missing`."""
-    applied, total = len(ledger.applied), sum(1 for _ in ledger_lines(ledger))
+    applied, total = len(result.applied), sum(1 for _ in result_lines(result))
     share = f"all {total} workers" if applied == total > 1 else f"{applied} of {total} worker{'s' * (total > 1)}"
-    others = [f"{len(getattr(ledger, result))} {result}" for result in RESULTS[1:] if getattr(ledger, result)]
-    text = f"{ledger.command}: applied by {share} in {ledger.seconds:.2f} s{_epochs(ledger.epochs)}"
-    if ledger.paused_s is not None:
-        text += f", paused {ledger.paused_s:.2f} s"
-    not_awaited = [f"not waited for: {', '.join(ledger.not_awaited)}"] if ledger.not_awaited else []
-    not_found = [f"not found: {', '.join(ledger.not_found)}"] if ledger.not_found else []
+    others = [f"{len(getattr(result, column))} {column}" for column in RESULTS[1:] if getattr(result, column)]
+    text = f"{result.command}: applied by {share} in {result.seconds:.2f} s{_epochs(result.epochs)}"
+    if result.paused_s is not None:
+        text += f", paused {result.paused_s:.2f} s"
+    not_awaited = [f"not waited for: {', '.join(result.not_awaited)}"] if result.not_awaited else []
+    not_found = [f"not found: {', '.join(result.not_found)}"] if result.not_found else []
     return "; ".join([text, *others, *not_awaited, *not_found])
 
 
-def _what(ledger: CommandResult, ack: Ack | None) -> str:
+def _what(result: CommandResult, ack: Ack | None) -> str:
     """Return details of the command at a worker, if they depend on the state of the worker."""
     if ack is None:
         return ""
-    if ledger.command != "abort":
+    if result.command != "abort":
         verified = "" if ack.verified is None else _what_was_verified(ack.verified)
         return "; ".join(filter(None, (verified, "" if ack.timing is None else _where_time_went(ack.timing))))
     return f"aborted {', '.join(ack.request_ids)}" if ack.request_ids else "had none of these requests"

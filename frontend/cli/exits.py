@@ -56,17 +56,17 @@ def exit_code_of(error: RollbusError | OSError) -> ExitCode:
             return ExitCode.FAILED
 
 
-def exit_code_of_ledger(ledger: "CommandResult") -> ExitCode:
+def exit_code_of_result(result: "CommandResult") -> ExitCode:
     """Return the exit code for the result of a command.
 
     If some workers applied the command and some did not, it is `PARTIAL`. If no worker applied it and none gave a
     reason, it is `TIMEOUT`. Otherwise it is `FAILED`.
     """
-    if ledger.is_complete:
+    if result.is_complete:
         return ExitCode.OK
-    if ledger.applied and not ledger.has_found_nothing:
+    if result.applied and not result.has_found_nothing:
         return ExitCode.PARTIAL
-    refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.applied
+    refused = result.failed or result.unsupported or result.stale or result.applied
     return ExitCode.FAILED if refused else ExitCode.TIMEOUT
 
 

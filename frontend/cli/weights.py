@@ -20,10 +20,10 @@ from ...bus.publish.tensors import folder_tensors
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.manifest import ChainRecord, Link
-from ..command_json import ledger_as_json
+from ..command_json import result_as_json
 from .console import note, print_json, size, waiting, write
-from .control import AckCounter, show_ledger
-from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
+from .control import AckCounter, show_result
+from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_result
 from .options import check_known_model, connect, refuse_options
 from .tables import NONE, print_table, print_text
 
@@ -169,10 +169,10 @@ async def publish(args: argparse.Namespace) -> int:
                 incomplete = error
             else:
                 _show_published(args, published)
-                return ExitCode.OK if published.ledger is None else exit_code_of_ledger(published.ledger)
-    show_ledger(args, incomplete.ledger)
+                return ExitCode.OK if published.ledger is None else exit_code_of_result(published.ledger)
+    show_result(args, incomplete.ledger)
     note(f"rollbus: version {args.version} is stored. {incomplete}")
-    return exit_code_of_ledger(incomplete.ledger)
+    return exit_code_of_result(incomplete.ledger)
 
 
 async def only_model(rb: Client) -> str:
@@ -191,11 +191,11 @@ async def only_model(rb: Client) -> str:
 def _show_published(args: argparse.Namespace, published: PublishedWeights) -> None:
     if args.json:
         told = msgspec.to_builtins(msgspec.structs.replace(published, ledger=None))
-        told["ledger"] = None if published.ledger is None else ledger_as_json(published.ledger)
+        told["ledger"] = None if published.ledger is None else result_as_json(published.ledger)
         print_json(told)
         return
     if published.ledger is not None:
-        show_ledger(args, published.ledger)
+        show_result(args, published.ledger)
     what = "an anchor" if published.is_anchor else "a delta"
     write(
         f"published version {published.version} as {what}: {size(published.stored_bytes)} of "

@@ -2,9 +2,9 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus import CommandIncomplete, CommandResult
-from rollbus.frontend.cli.control import COLUMNS, AckCounter, ledger_rows, summary
-from rollbus.frontend.cli.exits import ExitCode, exit_code_of_ledger
-from rollbus.frontend.command_json import ledger_as_json
+from rollbus.frontend.cli.control import COLUMNS, AckCounter, result_rows, summary
+from rollbus.frontend.cli.exits import ExitCode, exit_code_of_result
+from rollbus.frontend.command_json import result_as_json
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.weights import Canary, Staging, UpdateTiming, Verified
@@ -29,7 +29,7 @@ MIXED = replace(
 def test_a_command_result_has_a_row_for_each_worker() -> None:
     """A ledger has a row per worker. Workers that did not apply the command come first, with their reason."""
     assert COLUMNS == ("result", "worker", "version", "seconds", "why")
-    assert ledger_rows(MIXED) == [
+    assert result_rows(MIXED) == [
         ["failed", "b", "2", "0.12", "3 in flight"],
         ["late", "c", "2", "0.12", "still in progress at the timeout: loading"],
         ["missing", "d", "-", "-", "its lease expired"],
@@ -41,7 +41,7 @@ def test_the_result_of_an_abort_lists_the_aborted_requests() -> None:
     """The ledger of an abort lists the request ids that each worker aborted, or that it had none."""
     ended, none = replace(DONE, request_ids=("x", "y")), replace(DONE, worker="b", request_ids=())
 
-    rows = ledger_rows(replace(EMPTY, command="abort", applied={"a": ended, "b": none}))
+    rows = result_rows(replace(EMPTY, command="abort", applied={"a": ended, "b": none}))
 
     assert [row[-1] for row in rows] == ["aborted x, y", "had none of these requests"]
 
@@ -54,11 +54,11 @@ def test_the_result_of_an_update_lists_modules_that_were_not_probed() -> None:
     some = replace(DONE, worker="b", verified=Verified(probed=1, unprobed=names, num_unprobed=70))
     ledger = replace(EMPTY, command="update_weights", applied={"a": all_probed, "b": some})
 
-    assert [row[-1] for row in ledger_rows(ledger)] == [
+    assert [row[-1] for row in result_rows(ledger)] == [
         "5 modules probed, 2 equal in 0.50 s",
         f"1 modules probed, 0 equal, not probed: {', '.join(names[:3])} and 67 more",
     ]
-    assert [worker["verified"] for worker in ledger_as_json(ledger)["workers"]] == [
+    assert [worker["verified"] for worker in result_as_json(ledger)["workers"]] == [
         {"probed": 5, "equal": 2, "compared": 0, "unprobed": (), "num_unprobed": 0, "seconds": 0.5},
         {"probed": 1, "equal": 0, "compared": 0, "unprobed": names, "num_unprobed": 70, "seconds": 0.0},
     ]
@@ -78,15 +78,15 @@ def test_the_result_of_an_update_has_bytes_and_times() -> None:
         not_awaited=("c",), paused_s=1.25,
     )  # fmt: skip
 
-    assert [row[-1] for row in ledger_rows(ledger)][1:] == [
+    assert [row[-1] for row in result_rows(ledger)][1:] == [
         "staged 2.1 s (34 MiB fetched), waited 0.10 s, paused 0.90 s (loaded 0.60 s, canary 0.25 s)",
         "staged 2.1 s",
     ]
     assert summary(ledger) == (
         "update_weights: applied by 2 of 3 workers in 0.31 s, epoch 7, paused 1.25 s; 1 late; not waited for: c"
     )
-    assert exit_code_of_ledger(ledger) is ExitCode.OK
-    told = ledger_as_json(ledger)
+    assert exit_code_of_result(ledger) is ExitCode.OK
+    told = result_as_json(ledger)
     assert (told["complete"], told["paused_s"], told["not_awaited"]) == (True, 1.25, ["c"])
     assert told["workers"][0]["timing"] == {
         "fetched_bytes": 34 * 1024**2, "staged_s": 2.1, "waited_s": 0.1, "paused_s": 0.9, "loaded_s": 0.6,
@@ -101,8 +101,8 @@ def test_the_result_of_an_abort_names_ids_that_no_worker_had() -> None:
     nothing = replace(EMPTY, command="abort", applied={"a": replace(DONE, request_ids=())}).of_abort(("y", "z"))
 
     assert summary(partly).endswith("; not found: y")
-    assert (ledger_as_json(partly)["not_found"], exit_code_of_ledger(partly)) == (["y"], ExitCode.OK)
-    assert (ledger_as_json(nothing)["not_found"], exit_code_of_ledger(nothing)) == (["y", "z"], ExitCode.FAILED)
+    assert (result_as_json(partly)["not_found"], exit_code_of_result(partly)) == (["y"], ExitCode.OK)
+    assert (result_as_json(nothing)["not_found"], exit_code_of_result(nothing)) == (["y", "z"], ExitCode.FAILED)
     assert not nothing.is_complete
     assert str(CommandIncomplete(nothing)) == "abort was applied by 1 of 1 workers, and none has y, z"
 
@@ -119,7 +119,7 @@ def test_a_command_result_is_summed_up_in_one_line() -> None:
 
 def test_the_names_of_a_command_result_are_stable() -> None:
     """The names of a ledger in --json are stable for programs: names may be added, but not changed."""
-    told = ledger_as_json(MIXED)
+    told = result_as_json(MIXED)
 
     assert {name: told[name] for name in ("command", "id", "complete", "epochs", "seconds")} == {
         "command": "pause", "id": "c", "complete": False, "epochs": {"m": 7}, "seconds": 0.31,
@@ -140,7 +140,7 @@ def test_the_names_of_a_command_result_are_stable() -> None:
         },
     ]  # fmt: skip
     canary = Canary(token_ids=(1,), logprobs=(-0.5,))
-    [worker] = ledger_as_json(replace(EMPTY, applied={"a": replace(DONE, canary=canary)}))["workers"]
+    [worker] = result_as_json(replace(EMPTY, applied={"a": replace(DONE, canary=canary)}))["workers"]
     assert (worker["canary"]["token_ids"], worker["canary"]["logprobs"]) == ((1,), (-0.5,))
 
 
@@ -158,7 +158,7 @@ def test_the_names_of_a_command_result_are_stable() -> None:
 )
 def test_the_command_result_decides_the_exit_code(ledger: CommandResult, code: ExitCode) -> None:
     """The exit code is 0 if all workers applied, 3 if some did, 4 if none did and none gave a reason, and else 1."""
-    assert exit_code_of_ledger(ledger) == code
+    assert exit_code_of_result(ledger) == code
 
 
 def test_progress_counts_workers_by_their_last_ack() -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rollbus import FleetState, QueueDepth, RequestList, RequestTrace
 from rollbus.bus.protocol.telemetry.rates import FleetRates
 from rollbus.frontend.cli.console import write
-from rollbus.frontend.cli.control import show_ledger
+from rollbus.frontend.cli.control import show_result
 from rollbus.frontend.cli.doctor.machine import fail, ok
 from rollbus.frontend.cli.doctor.server import show_findings
 from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text
@@ -126,7 +126,7 @@ def show_weights(worker: str, model: str) -> None:
 def show_command(worker: str, model: str) -> None:
     """Print the command result of `pause` and of every other command."""
     why = f"{worker} has no {model}"
-    show_ledger(AS_TEXT, replace(MIXED, missing={worker: why}))
+    show_result(AS_TEXT, replace(MIXED, missing={worker: why}))
 
 
 def show_experts(worker: str, model: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import rollbus
 from rollbus import ErrorCode, Generation, RequestError
-from rollbus.frontend.cli.exits import ExitCode, exit_code_of_ledger
+from rollbus.frontend.cli.exits import ExitCode, exit_code_of_result
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.presence import LoraInfo, WorkerState
 from rollbus.schemas.weights import WeightSource
@@ -74,7 +74,7 @@ async def test_an_engine_with_wrong_routing_after_an_update_serves_no_requests(
         ledger = (await incomplete(rb.fleet.update_weights(str(two), version=2))).ledger
         liar = await until_worker(rb, "w2", WorkerState.POISONED)
 
-    assert exit_code_of_ledger(ledger) == ExitCode.PARTIAL
+    assert exit_code_of_result(ledger) == ExitCode.PARTIAL
     assert (set(ledger.applied), set(ledger.failed)) == ({"w0", "w1"}, {"w2"})
     assert ledger.failed["w2"].error.code is ControlCode.NOT_VERIFIED
     assert liar.last_error
@@ -185,7 +185,7 @@ async def test_an_update_with_min_staged_waits_only_for_that_number_of_workers(
         [staged] = ledger.applied
         [behind] = ledger.not_awaited
         assert ledger.is_complete
-        assert exit_code_of_ledger(ledger) is ExitCode.OK
+        assert exit_code_of_result(ledger) is ExitCode.OK
         assert {staged, behind} == {"a", "b"}
         assert behind in (ledger.late | ledger.missing)
         timing = ledger.applied[staged].timing

@@ -150,19 +150,19 @@ class CommandIncomplete(RollbusError):
         return self._message(shows_reasons=False)
 
     def _message(self, *, shows_reasons: bool) -> str:
-        ledger = self.ledger
-        reasons = _list_reasons(ledger)
-        of_all = f"{len(ledger.applied)} of {len(ledger.applied) + len(reasons)} workers"
-        text = f"{ledger.command} was applied by {of_all}"
+        result = self.ledger
+        reasons = _list_reasons(result)
+        of_all = f"{len(result.applied)} of {len(result.applied) + len(reasons)} workers"
+        text = f"{result.command} was applied by {of_all}"
         if self.check_of is not None:
             text = f"{self.check_of} was not started: {of_all} passed its check"
-        if len(reasons) == len(ledger.failed) == 1 and not ledger.applied:
-            ((worker, ack),) = ledger.failed.items()
+        if len(reasons) == len(result.failed) == 1 and not result.applied:
+            ((worker, ack),) = result.failed.items()
             reasons = [_explain(ack)]
-            what = f"{ledger.command} was not applied" if self.check_of is None else f"{self.check_of} was not started"
+            what = f"{result.command} was not applied" if self.check_of is None else f"{self.check_of} was not started"
             text = f"{what}: the only worker, {worker}, refused"
-        if ledger.has_found_nothing:
-            text += f", and none has {list_names(ledger.not_found, limit=MAX_NAMED)}"
+        if result.has_found_nothing:
+            text += f", and none has {list_names(result.not_found, limit=MAX_NAMED)}"
         if reasons and shows_reasons:
             text += f": {list_names(reasons, '; ', MAX_NAMED)}"
         return f"{text}. {self.note}" if self.note else text
@@ -295,13 +295,13 @@ def _read_progress(ack: Ack) -> tuple[object, ...]:
     return ack.status, ack.stage, ack.progress
 
 
-def _list_reasons(ledger: CommandResult) -> list[str]:
+def _list_reasons(result: CommandResult) -> list[str]:
     return [
-        *(f"{worker} failed: {_explain(ack)}" for worker, ack in ledger.failed.items()),
-        *(f"{worker} does not support it: {_explain(ack)}" for worker, ack in ledger.unsupported.items()),
-        *(f"{worker} is stale: {_explain(ack)}" for worker, ack in ledger.stale.items()),
-        *(f"{worker} is late: {ack.stage or ack.status}" for worker, ack in ledger.late.items()),
-        *(f"{worker} is missing: {why[:MAX_REASON_CHARS]}" for worker, why in ledger.missing.items()),
+        *(f"{worker} failed: {_explain(ack)}" for worker, ack in result.failed.items()),
+        *(f"{worker} does not support it: {_explain(ack)}" for worker, ack in result.unsupported.items()),
+        *(f"{worker} is stale: {_explain(ack)}" for worker, ack in result.stale.items()),
+        *(f"{worker} is late: {ack.stage or ack.status}" for worker, ack in result.late.items()),
+        *(f"{worker} is missing: {why[:MAX_REASON_CHARS]}" for worker, why in result.missing.items()),
     ]
 
 

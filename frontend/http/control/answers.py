@@ -12,7 +12,7 @@ from starlette.responses import Response
 from .... import bus
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ControlCode
-from ...command_json import ledger_as_json
+from ...command_json import result_as_json
 from ..calls import json_response
 from ..errors import error_json
 
@@ -71,35 +71,35 @@ def is_done_by_the_living(error: bus.CommandIncomplete, living: Set[str]) -> boo
     A later start applies it first. Of commands that are not recorded, this is not true: requests of a dead worker go on
     at others, so their abort is not done.
     """
-    ledger = error.ledger
-    refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.late
-    is_applied = error.check_of is None and bool(ledger.applied and ledger.epochs) and not refused
-    return is_applied and living.isdisjoint(ledger.missing)
+    result = error.ledger
+    refused = result.failed or result.unsupported or result.stale or result.late
+    is_applied = error.check_of is None and bool(result.applied and result.epochs) and not refused
+    return is_applied and living.isdisjoint(result.missing)
 
 
-def ledger_response(error: bus.CommandIncomplete, command: str, style: ResponseStyle = RL) -> Response:
+def result_response(error: bus.CommandIncomplete, command: str, style: ResponseStyle = RL) -> Response:
     """Return the answer to a command that not all workers applied."""
     status, code = status_of(error.ledger, command, style)
     why = error_json(status, str(error), code)
-    body: JsonObject = {**ledger_as_json(error.ledger), "complete": False, "error": why}
+    body: JsonObject = {**result_as_json(error.ledger), "complete": False, "error": why}
     return json_response(body, status)
 
 
-def status_of(ledger: bus.CommandResult, command: str, style: ResponseStyle = RL) -> tuple[int, str]:
+def status_of(result: bus.CommandResult, command: str, style: ResponseStyle = RL) -> tuple[int, str]:
     """Return the HTTP status and the error code for the result of a command that not all workers applied.
 
     Args:
         command: the requested command. The result may be that of another command, for example of its check.
     """
-    if ledger.applied and ledger.command == command and not ledger.has_found_nothing:
+    if result.applied and result.command == command and not result.has_found_nothing:
         return style.partial, "partial"
-    if ledger.has_found_nothing and not (ledger.failed or ledger.unsupported or ledger.stale or ledger.missing):
+    if result.has_found_nothing and not (result.failed or result.unsupported or result.stale or result.missing):
         return 404, ControlCode.NOT_FOUND
-    refused = [*ledger.failed.values(), *ledger.unsupported.values()]
+    refused = [*result.failed.values(), *result.unsupported.values()]
     codes = {ControlCode.UNKNOWN if ack.error is None else ack.error.code for ack in refused}
     if ControlCode.PATH_REFUSED in codes:
         return 403, ControlCode.PATH_REFUSED
-    if codes <= {ControlCode.STALE} and ledger.stale:
+    if codes <= {ControlCode.STALE} and result.stale:
         return 409, ControlCode.STALE
     if codes <= {ControlCode.TIMEOUT}:
         return 504, ControlCode.TIMEOUT

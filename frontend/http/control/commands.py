@@ -21,12 +21,12 @@ from ....schemas.control import LOAD_TIMEOUT_S, AnyCommand, Pause, PauseMode
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError, NoWorkers
 from ....schemas.limits import MAX_WEIGHT_VERSION
-from ...command_json import ledger_as_json, without_prefix
+from ...command_json import result_as_json, without_prefix
 from ..calls import json_response
 from ..errors import HttpError, http_error, invalid, unsupported
 from ..service import Service
 from . import bodies
-from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, is_done_by_the_living, ledger_response, status_of
+from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, is_done_by_the_living, result_response, status_of
 from .bodies import Fields, either, read_query
 from .reads import (
     KEY_END,
@@ -184,13 +184,13 @@ class CommandCall(Generic[Fields]):
             RollbusError: any error of `rollbus.Fleet` except `CommandIncomplete`.
         """
         try:
-            ledger = await work
+            result = await work
         except bus.CommandIncomplete as error:
             living = {worker.worker for worker in self.fleet.workers}
             # A trainer that was written for one engine ends at an error, although requests of a dead worker go on.
             if not (self.style.is_vllm and is_done_by_the_living(error, living)):
-                return ledger_response(error, command, self.style)
-            ledger = error.ledger
+                return result_response(error, command, self.style)
+            result = error.ledger
         except InvalidRequest as error:
             raise http_error(error, {**NAMES, **(names or {})}) from None
         except LocalProtocolError as error:
@@ -198,7 +198,7 @@ class CommandCall(Generic[Fields]):
             raise HttpError(413, str(error), code=ErrorCode.TOO_LARGE) from None
         if self.style.text is not None:
             return PlainTextResponse(self.style.text)
-        return json_response({**(extra(ledger) if callable(extra) else extra), **ledger_as_json(ledger)})
+        return json_response({**(extra(result) if callable(extra) else extra), **result_as_json(result)})
 
 
 async def read_key(call: CommandCall[Fields]) -> CommandCall[Fields]:
@@ -250,8 +250,8 @@ def _pause_mode(fields: bodies.PauseBody) -> PauseMode:
     return "wait"
 
 
-def _describe_pause(ledger: bus.CommandResult) -> dict[str, object]:
-    return {"status": "paused", "inflight_requests": sum(ack.in_flight for ack in ledger.applied.values())}
+def _describe_pause(result: bus.CommandResult) -> dict[str, object]:
+    return {"status": "paused", "inflight_requests": sum(ack.in_flight for ack in result.applied.values())}
 
 
 async def resume(call: CommandCall[bodies.ResumeBody]) -> Response:
@@ -326,7 +326,7 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
         return await call.fleet.load_lora(models.pop(), path, version=version, for_base=True, **sent)
 
     work = with_version(call.service, update, given, fields.model)
-    return await call.answer(work, "update_weights", lambda ledger: {**_is_updated(ledger), **adapter})
+    return await call.answer(work, "update_weights", lambda result: {**_is_updated(result), **adapter})
 
 
 def _choose_version(call: CommandCall[Versions]) -> tuple[int | None, str | None]:
@@ -335,10 +335,10 @@ def _choose_version(call: CommandCall[Versions]) -> tuple[int | None, str | None
     return (call.recorded_version if given is None else given), label
 
 
-def _is_of_adapter(ledger: bus.CommandResult) -> bool:
+def _is_of_adapter(result: bus.CommandResult) -> bool:
     """Return True if all workers found an adapter instead of a checkpoint."""
-    errors = {ack.error.code for ack in ledger.failed.values() if ack.error is not None}
-    others = ledger.applied or ledger.unsupported or ledger.stale or ledger.late or ledger.missing
+    errors = {ack.error.code for ack in result.failed.values() if ack.error is not None}
+    others = result.applied or result.unsupported or result.stale or result.late or result.missing
     return errors == {ControlCode.IS_ADAPTER} and not others
 
 
@@ -367,8 +367,8 @@ def _check_format(field: str, is_checkpoint_format: object) -> None:
         raise unsupported(field, "engines load only tensors with the names and shapes of a checkpoint", allowed="true")
 
 
-def _is_updated(ledger: bus.CommandResult) -> dict[str, object]:
-    versions = {ack.weight_version for ack in ledger.applied.values()}
+def _is_updated(result: bus.CommandResult) -> dict[str, object]:
+    versions = {ack.weight_version for ack in result.applied.values()}
     return {"status": "ok", "message": "Weights updated", "weight_version": max(versions, default=None)}
 
 
@@ -438,7 +438,7 @@ async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
     if names is None and not call.style.is_vllm:
         raise invalid("request_ids", "is missing", "at least one id; /abort_requests without ids aborts all requests")
     own = Waiting() if fields.workers else await call.service.services.find("abort", fields.model, names)
-    return await call.answer(_abort_requests(call, names, own), "abort", lambda ledger: _num_aborted(ledger, own))
+    return await call.answer(_abort_requests(call, names, own), "abort", lambda result: _num_aborted(result, own))
 
 
 async def _abort_requests(
@@ -446,27 +446,27 @@ async def _abort_requests(
 ) -> bus.CommandResult:
     """Abort the workers' requests, after the services have aborted their `own`."""
     try:
-        ledger = await call.fleet.abort(names, **call.options)
+        result = await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
         # vLLM reports no error for unknown requests, because they may have ended just before.
         if status_of(error.ledger, "abort")[0] != 404:
             raise
         if not (own.requests or call.style.is_vllm):
             raise bus.CommandIncomplete(error.ledger, own.note) from None
-        ledger = error.ledger
+        result = error.ledger
     except NoWorkers:
         # The requests waited for a worker that starts.
         if not own.requests:
             raise
-        ledger = bus.CommandResult(command="abort", id="")
+        result = bus.CommandResult(command="abort", id="")
     ended = {each.request_id for each in own.requests}
     # Of ids that an answer has left out, nothing is known.
-    unknown = () if own.left_out else ledger.not_found
-    return replace(ledger, not_found=tuple(name for name in unknown if without_prefix(name) not in ended))
+    unknown = () if own.left_out else result.not_found
+    return replace(result, not_found=tuple(name for name in unknown if without_prefix(name) not in ended))
 
 
-def _num_aborted(ledger: bus.CommandResult, own: Waiting) -> dict[str, object]:
-    at_workers = {name for ack in ledger.applied.values() for name in ack.request_ids or ()}
+def _num_aborted(result: bus.CommandResult, own: Waiting) -> dict[str, object]:
+    at_workers = {name for ack in result.applied.values() for name in ack.request_ids or ()}
     # A worker's ack has the ids of the command, which are those of the clients if it has any.
     at_services = {(each.service, each.wire_id) for each in own.requests}
     others = at_workers.difference(*((each.wire_id, each.request_id) for each in own.requests))
@@ -512,7 +512,7 @@ async def start_weight_update(call: CommandCall[bodies.StartTransferBody]) -> Re
     _check_format(CHECKPOINT_FORMAT, call.fields.is_checkpoint_format)
     work = call.fleet.start_weight_update(mode=call.fields.mode, **call.options)
     extra = {"message": "Weight update started"}
-    return await call.answer(work, "start_weight_update", lambda ledger: {**extra, "transfer": ledger.id})
+    return await call.answer(work, "start_weight_update", lambda result: {**extra, "transfer": result.id})
 
 
 async def cancel_weight_update(call: CommandCall[bodies.CancelTransferBody]) -> Response:

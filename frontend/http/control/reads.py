@@ -31,7 +31,7 @@ from ...command_json import RequestAnswer, RequestQuery, answer_of, find_timelin
 from ..calls import first_error, json_response
 from ..errors import HttpError, http_error, invalid, no_workers
 from ..service import HttpRoute, RouteTable, Service
-from .answers import NAMES, ledger_response
+from .answers import NAMES, result_response
 from .bodies import read_query
 from .services import Waiting
 
@@ -206,7 +206,7 @@ async def begin_pause(service: Service, command: Pause) -> Response:
                 waiting.cancel()
                 sending.cancel()
     except bus.CommandIncomplete as error:
-        return ledger_response(error, command.command)
+        return result_response(error, command.command)
     except InvalidRequest as error:
         raise http_error(error, NAMES) from None
     status = "running" if sending.cancelled() else "succeeded"
@@ -423,20 +423,20 @@ async def begin_transfer(
     with first_error():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(begin(each)) for each in ranks]
-    ledger = _merge([task.result() for task in running])
-    if not ledger.is_complete:
-        raise bus.CommandIncomplete(ledger)
-    return ledger
+    result = _merge([task.result() for task in running])
+    if not result.is_complete:
+        raise bus.CommandIncomplete(result)
+    return result
 
 
-def _merge(ledgers: list[bus.CommandResult]) -> bus.CommandResult:
+def _merge(results: list[bus.CommandResult]) -> bus.CommandResult:
     """Merge the results of commands that each went to one worker."""
 
     def of_all(name: str) -> Mapping[str, Any]:
-        return {worker: ack for ledger in ledgers for worker, ack in getattr(ledger, name).items()}
+        return {worker: ack for result in results for worker, ack in getattr(result, name).items()}
 
-    seconds = max(ledger.seconds for ledger in ledgers)
-    return replace(ledgers[0], seconds=seconds, **{name: of_all(name) for name in RESULTS})
+    seconds = max(result.seconds for result in results)
+    return replace(results[0], seconds=seconds, **{name: of_all(name) for name in RESULTS})
 
 
 class IdQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
