@@ -25,6 +25,7 @@ from ...bus.protocol.fleet.leases import FloodMeter
 from ...bus.subjects import Subjects
 from ...schemas import limits
 from ...schemas.acks import AckStatus
+from ...schemas.checks import check_subject_token
 from ...schemas.control import (
     Abort,
     AnyCommand,
@@ -202,8 +203,7 @@ class CommandHandler:
             return
         try:
             controller = message.subject.rpartition(".")[2]
-            # Raises `InvalidRequest` for a name that cannot be in a subject.
-            self._subjects.ack(controller, self._config.worker_id)
+            check_subject_token("controller", controller)
             signed = self._nats.signatures.check(message.subject, message.data, message.headers)
             if signed is not None and signed.by.name != controller:
                 raise RemoteProtocolError(f"the command is signed by the {signed.by.role} {signed.by.name}")
@@ -221,8 +221,7 @@ class CommandHandler:
             return
         client, data = message.subject.split(".")[-2], message.data
         try:
-            # Raises `InvalidRequest` for a name that cannot be in a subject.
-            self._subjects.ack(client, self._config.worker_id)
+            check_subject_token("controller", client)
             command = decode_command(data) if len(data) <= MAX_READ_BYTES else None
         except InvalidRequest as exc:
             raise RemoteProtocolError(f"read: {exc.message}") from None

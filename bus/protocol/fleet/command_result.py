@@ -21,7 +21,7 @@ from ..html import as_html
 from .authority import MAX_NAMED, without
 from .desired import SILENT
 from .loans import executes
-from .presence import LostWorker
+from .presence import LostWorker, by_model
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
 """The maps of a command result, in display order. Each map has the workers with that result."""
@@ -359,10 +359,8 @@ def workers_that_must_ack(
                 f"names no live worker{of_model}: {', '.join(states.get(name, name) for name in absent)}",
                 list_names(live),
             )
-    by_model: dict[str, list[WorkerPresence]] = {}
-    for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):
-        by_model.setdefault(worker.model, []).append(worker)
-    roster = {model: tuple(present) for model, present in by_model.items()}
+    ordered = sorted(able, key=lambda presence: (presence.model, presence.worker))
+    roster = {model: tuple(present) for model, present in by_model(ordered).items()}
     named = sorted(roster.keys() | set(known_models))
     if len(named) > 1 and command.is_of_one_model:
         raise InvalidRequest("model", "is missing", f"one of {list_names(named)}")

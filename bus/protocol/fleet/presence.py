@@ -26,6 +26,14 @@ MAX_GIVEN_UP: Final = 64
 """Models without workers whose last cause is remembered: workers choose the names."""
 
 
+def by_model(workers: Iterable[WorkerPresence], models: Iterable[str] = ()) -> dict[str, list[WorkerPresence]]:
+    """Return the workers of each model, also of `models`, which may have none."""
+    found: dict[str, list[WorkerPresence]] = {model: [] for model in models}
+    for worker in workers:
+        found.setdefault(worker.model, []).append(worker)
+    return found
+
+
 @dataclass(frozen=True)
 class FleetSnapshot:
     """The live workers: states, versions, adapters. Each change makes a new snapshot; any thread may read it."""

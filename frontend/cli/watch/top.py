@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ....bus import FleetState
 from ....bus.protocol.fleet.desired import why_behind
-from ....bus.protocol.fleet.presence import slots_of
+from ....bus.protocol.fleet.presence import by_model, slots_of
 from ....bus.protocol.telemetry.rates import FleetRates, Rates
 from ....schemas import control
 from ....schemas.checks import list_names
@@ -200,10 +200,9 @@ def sections(state: FleetState, rates: FleetRates) -> list[Section]:
 
 def model_rows(state: FleetState, rates: FleetRates) -> list[list[str]]:
     """Return the rows of the models: totals of their workers, desired states, and workers that are behind."""
-    by_model = _by_model(state)
     of_models = rates.of_models()
     rows = []
-    for name, workers in sorted(by_model.items()):
+    for name, workers in sorted(by_model(state.workers, state.desired).items()):
         desired = state.desired.get(name)
         rows.append(
             [
@@ -216,13 +215,6 @@ def model_rows(state: FleetState, rates: FleetRates) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def _by_model(state: FleetState) -> dict[str, list[WorkerPresence]]:
-    by_model: dict[str, list[WorkerPresence]] = {model: [] for model in state.desired}
-    for worker in state.workers:
-        by_model.setdefault(worker.model, []).append(worker)
-    return by_model
 
 
 def _behind(workers: Sequence[WorkerPresence], desired: control.DesiredState) -> str:

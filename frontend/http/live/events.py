@@ -14,7 +14,7 @@ from ....bus.client.config import Durations
 from ....bus.client.fleet_state import FleetWatch, HeardWorker
 from ....bus.protocol.fleet.authority import RecordedStop, list_stops, open_transfers
 from ....bus.protocol.fleet.desired import WEIGHTS, why_behind
-from ....bus.protocol.fleet.presence import slots_of
+from ....bus.protocol.fleet.presence import by_model, slots_of
 from ....bus.protocol.telemetry.command_book import CommandLine, DayEvent, DayLog, WorkerDay, command_event
 from ....bus.protocol.telemetry.rates import FleetRates, Point, Rates, Series
 from ....schemas.control import DesiredState, Drain, FinishWeightUpdate, Pause, UpdateWeights
@@ -440,10 +440,7 @@ def queue_lines(
 
 def model_lines(workers: Iterable[WorkerPresence], desired: Mapping[str, DesiredState]) -> Iterator[ModelLine]:
     """Yield a line for each model that has live workers or a desired state, sorted by name."""
-    by_model: dict[str, list[WorkerPresence]] = {model: [] for model in desired}
-    for worker in workers:
-        by_model.setdefault(worker.model, []).append(worker)
-    for model, its_workers in sorted(by_model.items()):
+    for model, its_workers in sorted(by_model(workers, desired).items()):
         state = desired.get(model, DesiredState(model=model))
         pause = _pause(state)
         version, label = _weights(state)
