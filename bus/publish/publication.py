@@ -36,7 +36,7 @@ from ..protocol.weights import chain
 from .chain_store import REASON, ChainKey, as_info, as_rank_object, find_failure, sign_name, silence_of
 
 if TYPE_CHECKING:
-    from .versions import VersionStore
+    from .versions import VersionChain
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ FAIL_S: Final = 10.0
 
 
 class Publication:
-    """A publication in progress, from `VersionStore.begin` or `join`. Make only one call at a time.
+    """A publication in progress, from `VersionChain.begin` or `join`. Make only one call at a time.
 
     A call that fails or is cancelled discards the whole publication, as `discard` does.
 
@@ -61,8 +61,8 @@ class Publication:
         tag: tag in the ids of the folder's object parts.
     """
 
-    def __init__(self, store: "VersionStore", key: ChainKey, opened: OpenedVersion) -> None:
-        self._store = store
+    def __init__(self, versions: "VersionChain", key: ChainKey, opened: OpenedVersion) -> None:
+        self._versions = versions
         self._key = key
         self.opened: Final = opened
         self.objects: Final = opened.objects
@@ -120,13 +120,13 @@ class Publication:
             if len(data) > MAX_MANIFEST_BYTES:
                 raise LocalProtocolError(f"a manifest of {len(data)} bytes; allowed: {MAX_MANIFEST_BYTES}")
             # Before the first description is stored, check that the lease holds and the manifest continues the chain.
-            await self._store.change(lambda record: _check(record, manifest))
+            await self._versions.change(lambda record: _check(record, manifest))
             await self._put(f"{self._prefix}/{MANIFEST}", [data])
             await store_folder(self._key.nats, await self._open_sender(), self.objects, self._infos)
         try:
-            await self._store.change(lambda record: chain.committed(record, manifest))
+            await self._versions.change(lambda record: chain.committed(record, manifest))
         except ControlError:
-            if not any(link.objects == self.objects for link in self._store.record.links):
+            if not any(link.objects == self.objects for link in self._versions.record.links):
                 await self.discard()
                 raise
             # The answer to a write was lost, and another publisher took over afterwards. The version is committed.
@@ -148,7 +148,7 @@ class Publication:
         if self._has_ranks:
             await self._delete_lists()
             with warning_of(RollbusError, logger, "publication.withdrawal_failed objects=%s error=%s", self.objects):
-                await self._store.change(lambda record: _withdrawn(record, self.objects, self._reason))
+                await self._versions.change(lambda record: _withdrawn(record, self.objects, self._reason))
 
     async def announce(self) -> None:
         """Allow other ranks to join.
@@ -159,7 +159,7 @@ class Publication:
         """
         self._check_open()
         self._has_ranks = True
-        await self._store.change(lambda record: msgspec.structs.replace(record, opened=self.opened, withdrawn=None))
+        await self._versions.change(lambda record: msgspec.structs.replace(record, opened=self.opened, withdrawn=None))
 
     @contextlib.asynccontextmanager
     async def alive(self, rank: int) -> AsyncIterator[None]:
@@ -333,7 +333,7 @@ class Publication:
         """Clean the bucket. Return the number of freed bytes."""
         await (await self._open_sender()).finish()  # bytes in flight would count as used after the cleaning
         before = await self._room()
-        await self._store.make_room()
+        await self._versions.make_room()
         return await self._room() - before
 
     async def _open_sender(self) -> Sender:
@@ -352,7 +352,7 @@ class Publication:
 
     async def _end(self) -> None:
         self._is_over = True
-        self._store.publications.discard(self)
+        self._versions.publications.discard(self)
         await self._stack.aclose()
 
     async def _delete_lists(self) -> None:

@@ -46,14 +46,14 @@ from .draft import Draft, StoredObject, TensorFeed, file_objects, read_off_loop,
 from .options import PublishedWeights, PublishOptions
 from .publication import Publication
 from .tensors import Checkpoint, FolderFile, Snapshot, TensorKind, bad_tensor, fill
-from .versions import VersionStore
+from .versions import VersionChain
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Job:
-    """A publication in progress: what it stores, and counts and entries of what is stored so far."""
+    """What a publication stores, and counts and entries of what is stored so far."""
 
     publication: Publication
     contents: Contents
@@ -119,7 +119,7 @@ class _Job:
 
 
 class VersionPublisher:
-    """Publishes the versions of one model. Runs on the bus thread of a client.
+    """Decides what a publication of one model stores, stores it, and updates the fleet. Runs on a client's bus thread.
 
     Args:
         runtime: runtime of the client.
@@ -132,7 +132,7 @@ class VersionPublisher:
     ) -> None:
         config = runtime.config
         self._runtime = runtime
-        self._versions = VersionStore(config.server, config.subjects, model, publisher=config.client)
+        self._versions = VersionChain(config.server, config.subjects, model, publisher=config.client)
         self._model = model
         self._kinds = None if checkpoint is None else checkpoint.kinds
         self._files: Mapping[str, FolderFile] = {} if checkpoint is None else checkpoint.files

@@ -1,4 +1,4 @@
-"""The store of a model's published weights for its publisher. Lives on the bus thread."""
+"""The chain of a model's published versions, with the lease of its publisher. Lives on the bus thread."""
 
 import asyncio
 import contextlib
@@ -36,8 +36,8 @@ CLOSE_S: Final = 20.0
 """Seconds for removing uncommitted publications and releasing the lease."""
 
 
-class VersionStore:
-    """The published versions of one model.
+class VersionChain:
+    """The chain of one model's published versions: holds its lease, begins publications, and records what they commit.
 
     Args:
         server: the bus; the store opens its own connection.

@@ -20,7 +20,7 @@ from rollbus.bus.objects.catalog import list_subjects
 from rollbus.bus.objects.layout import ObjectInfo, info_subject, parts_subject
 from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.publish.chain_store import read_chain
-from rollbus.bus.publish.versions import VersionStore
+from rollbus.bus.publish.versions import VersionChain
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.errors import ControlCode, ControlError, PermissionDenied
 from rollbus.schemas.manifest import (
@@ -236,9 +236,9 @@ async def test_workers_that_require_signatures_load_anchor_deltas_and_adapter(tm
 # Published versions with roles: only publishers can publish, and workers can fetch.
 
 
-def store_of(guard: Guarded, name: str) -> VersionStore:
+def store_of(guard: Guarded, name: str) -> VersionChain:
     """Return a version store with the credentials of a user."""
-    return VersionStore(guard.login(name), Subjects(FLEET), MODEL, publisher=name)
+    return VersionChain(guard.login(name), Subjects(FLEET), MODEL, publisher=name)
 
 
 async def test_a_publisher_publishes_and_workers_fetch(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ async def test_the_successor_of_a_killed_publisher_waits_for_the_lease(
         await second.close()
 
 
-async def refusal(store: versions.VersionStore) -> str:
+async def refusal(store: versions.VersionChain) -> str:
     """Return the error message of a failed `open`."""
     with pytest.raises(ControlError) as raised:
         await store.open()

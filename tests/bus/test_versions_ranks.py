@@ -15,7 +15,7 @@ from rollbus.bus.publish import chain_store, versions
 from rollbus.bus.publish import publication as module
 from rollbus.bus.publish.chain_store import ChainKey
 from rollbus.bus.publish.publication import Publication
-from rollbus.bus.publish.versions import VersionStore
+from rollbus.bus.publish.versions import VersionChain
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
 from rollbus.schemas.manifest import Link, Manifest, RankList, TensorEntry, content_digest
 from tests.support.nats_server import opened
@@ -41,7 +41,7 @@ def manifest_of(publication: Publication, tensors: list[TensorEntry]) -> Manifes
 
 
 @contextlib.asynccontextmanager
-async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, str, list[VersionStore]]]:
+async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, str, list[VersionChain]]]:
     """Open this number of stores, of which the first has the lease. Yield the connection, the bucket and the stores."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket), contextlib.AsyncExitStack() as stack:
         stores = [
@@ -53,7 +53,7 @@ async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, st
 @contextlib.asynccontextmanager
 async def announced(
     nats_url: str, count: int
-) -> AsyncIterator[tuple[Connection, str, list[VersionStore], Publication]]:
+) -> AsyncIterator[tuple[Connection, str, list[VersionChain], Publication]]:
     """Open stores as `ranks` does, and announce version 7. Yield also its publication."""
     async with ranks(nats_url, count) as (nats, bucket, stores):
         publication = stores[0].begin(7)
@@ -61,7 +61,7 @@ async def announced(
         yield nats, bucket, stores, publication
 
 
-async def take_part(store: VersionStore, rank: int, version: int) -> None:
+async def take_part(store: VersionChain, rank: int, version: int) -> None:
     """Publish as a rank other than 0."""
     publication = await store.join(version, SOON_S)
     await publication.put(f"{rank}.safetensors", [bytes([rank])])

@@ -24,7 +24,7 @@ from rollbus.bus.objects.catalog import list_objects, list_subjects
 from rollbus.bus.objects.layout import parts_subject
 from rollbus.bus.objects.uploads import sources_in
 from rollbus.bus.protocol.weights.chain import MAX_DELTAS
-from rollbus.bus.publish.versions import VersionStore
+from rollbus.bus.publish.versions import VersionChain
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.messages import decode_ack
@@ -253,7 +253,7 @@ class Trainer:
         async with opened(self._url) as nats:
             state = await DesiredStore(nats, Subjects(FLEET)).read(MODEL)
             assert state is not None
-            store = VersionStore(self._url, Subjects(FLEET), MODEL, publisher="trainer")
+            store = VersionChain(self._url, Subjects(FLEET), MODEL, publisher="trainer")
             await store.open()
             try:
                 await store.clean(set(sources_in(state)), young_s=0.0)

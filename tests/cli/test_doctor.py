@@ -12,7 +12,7 @@ from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats import jetstream
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.weights.chain import needed_bytes
-from rollbus.bus.publish.versions import VersionStore
+from rollbus.bus.publish.versions import VersionChain
 from rollbus.bus.subjects import Subjects
 from rollbus.frontend.cli.doctor import machine
 from rollbus.frontend.cli.doctor.machine import Finding, Status, examine_machine
@@ -246,7 +246,7 @@ async def test_a_publisher_sees_its_own_models(tmp_path: Path) -> None:
     A trainer has no such finding.
     """
     async with guarded(tmp_path) as guard:
-        store = VersionStore(guard.login("carol"), Subjects(FLEET), MODEL, publisher="carol")
+        store = VersionChain(guard.login("carol"), Subjects(FLEET), MODEL, publisher="carol")
         await store.open()
         await publish(store, 1, publisher="carol")
         await store.close()

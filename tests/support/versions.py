@@ -20,7 +20,7 @@ from rollbus.bus.objects.writer import put_folder
 from rollbus.bus.protocol.weights.chain import links_with
 from rollbus.bus.protocol.weights.tensors import encode_delta, layouts
 from rollbus.bus.publish.publication import Publication
-from rollbus.bus.publish.versions import VersionStore
+from rollbus.bus.publish.versions import VersionChain
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.manifest import (
     CHAIN_OBJECT,
@@ -51,15 +51,15 @@ async def versions_bucket(nats: Connection, *, max_bytes: int = BUCKET_BYTES) ->
         await ask(nats, f"STREAM.DELETE.OBJ_{bucket}")
 
 
-def fresh_store(server: str | Server, fleet: str, *, publisher: str = "alice") -> VersionStore:
+def fresh_store(server: str | Server, fleet: str, *, publisher: str = "alice") -> VersionChain:
     """Return a store that is not open."""
-    return VersionStore(server, Subjects(fleet), MODEL, publisher=publisher)
+    return VersionChain(server, Subjects(fleet), MODEL, publisher=publisher)
 
 
 @contextlib.asynccontextmanager
 async def opened_store(
     server: str | Server, fleet: str, *, publisher: str = "alice", with_lease: bool = True
-) -> AsyncIterator[VersionStore]:
+) -> AsyncIterator[VersionChain]:
     """Open a store for the duration of the block."""
     store = fresh_store(server, fleet, publisher=publisher)
     await store.open(with_lease=with_lease)
@@ -70,7 +70,7 @@ async def opened_store(
 
 
 @contextlib.asynccontextmanager
-async def store_with_bucket(nats_url: str) -> AsyncIterator[tuple[Connection, str, VersionStore]]:
+async def store_with_bucket(nats_url: str) -> AsyncIterator[tuple[Connection, str, VersionChain]]:
     """Make a bucket, and open a store for the duration of the block. Yield a connection, the bucket and the store."""
     async with (
         opened(nats_url) as nats,
@@ -81,7 +81,7 @@ async def store_with_bucket(nats_url: str) -> AsyncIterator[tuple[Connection, st
 
 
 def manifest_of(
-    store: VersionStore,
+    store: VersionChain,
     publication: Publication,
     content: bytes,
     *,
@@ -114,7 +114,7 @@ def manifest_of(
 
 
 async def publish(
-    store: VersionStore,
+    store: VersionChain,
     version: int,
     *,
     content: bytes | None = None,
