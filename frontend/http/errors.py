@@ -17,7 +17,7 @@ from ...schemas.errors import (
     RequestError,
     RollbusError,
 )
-from ..sessions.errors import SessionError
+from ..sessions.tree import SessionError
 
 RETRY_AFTER_S = 1
 """Seconds after which a client may retry a busy service."""

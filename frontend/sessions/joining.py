@@ -18,8 +18,8 @@ from typing import Any, Final
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import InvalidRequest
 from ..tokenization import Tokenizer
-from .errors import SessionError
 from .messages import first_exchange, map_strings, without_reasoning
+from .tree import SessionError
 
 MARK: Final = f"rbmark{os.urandom(8).hex()}"
 """Stands for text in a rendering, and is in no message."""

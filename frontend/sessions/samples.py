@@ -9,9 +9,8 @@ import numpy as np
 from ...bus.protocol.stream.result_arrays import Spans, find_spans
 from ...schemas.decoding import JsonObject
 from ...schemas.rows import Float32s, Int32s, Rows
-from .errors import SessionError
 from .messages import text_of
-from .tree import SessionTree, Turn, float32, int32
+from .tree import SessionError, SessionTree, Turn, float32, int32
 
 NOT_SAMPLED = -1
 """Weight version of a token that was not sampled, as in `rollbus.trainer`."""

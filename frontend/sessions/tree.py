@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.decoding import JsonObject
+from ...schemas.errors import RollbusError
 from ...schemas.rows import Float32s, Int32s
 from .messages import MessageKey, call_ids, changed_setting, frame_of, key_of
 
@@ -30,6 +31,18 @@ UNCHECKED: Final = "unchecked"
 DIFFERS: Final = "differs"
 """Join, only of the last turn of a sample: the template now makes another text of the whole history. The ids are still
 those that the model saw."""
+
+
+class SessionError(RollbusError):
+    """A session cannot do what was asked.
+
+    Attributes:
+        code: `session_ended`, `session_limit`, `unknown_session`, `rows_missing` or `special_token_in_content`.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):

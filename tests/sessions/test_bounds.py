@@ -20,7 +20,7 @@ from rollbus.frontend.http import Settings
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.sessions import manager, running, turns
 from rollbus.frontend.http.sessions.store import Claim, SessionStore, TurnRecord
-from rollbus.frontend.sessions.errors import SessionError
+from rollbus.frontend.sessions.tree import SessionError
 from tests.http.support import Http, http_before
 from tests.sessions.support import CONFIG, Owner, agent_of, serving, writes
 from tests.support.waits import until

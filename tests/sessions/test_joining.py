@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from rollbus.frontend.sessions.errors import SessionError
 from rollbus.frontend.sessions.joining import PROBE, CannotJoin
+from rollbus.frontend.sessions.tree import SessionError
 from rollbus.schemas.errors import InvalidRequest
 from tests.sessions.families import FAMILIES, NAMED, TOOLS, Family
 

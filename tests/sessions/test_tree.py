@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.frontend.sessions import tree as module
-from rollbus.frontend.sessions.errors import SessionError
 from rollbus.frontend.sessions.messages import MessageKey, canonical_arguments, frame_of, key_of
 from rollbus.frontend.sessions.samples import ids_bytes, join_rows, leaf_sample, rllm_traces
-from rollbus.frontend.sessions.tree import Fork, SessionTree, Turn
+from rollbus.frontend.sessions.tree import Fork, SessionError, SessionTree, Turn
 
 USER = {"role": "user", "content": "How much?"}
 SETTING: dict[str, Any] = {"model": "m", "tools": None, "variables": {}}

@@ -22,8 +22,7 @@ from .... import bus
 from ....schemas.checks import describe
 from ....schemas.errors import RollbusError
 from ....schemas.rows import DTYPES, Rows, dtype_of
-from ...sessions.errors import SessionError
-from ...sessions.tree import SessionTree, Turn
+from ...sessions.tree import SessionError, SessionTree, Turn
 from ..access import given_tokens
 from ..errors import HttpError
 from ..requests import SESSION_ID, SESSION_ID_HEADER

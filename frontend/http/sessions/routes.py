@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject
-from ...sessions.errors import SessionError
 from ...sessions.samples import Shape, join_rows, leaf_sample, rllm_traces, verifiers_trace
+from ...sessions.tree import SessionError
 from .. import status
 from ..access import given_tokens
 from ..agents import messages, responses

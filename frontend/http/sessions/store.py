@@ -34,7 +34,7 @@ from ....bus.subjects import session_bucket
 from ....schemas.decoding import JsonObject, decode_document
 from ....schemas.errors import BusBroken, RemoteProtocolError
 from ....schemas.rows import RowDtype
-from ...sessions.errors import SessionError
+from ...sessions.tree import SessionError
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,10 @@ from .... import bus
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import RollbusError
 from ....schemas.limits import MAX_N
-from ...sessions.errors import SessionError
 from ...sessions.joining import CannotJoin, ChatTemplate
 from ...sessions.messages import frame_of, make_seal, turn_of_seal
 from ...sessions.samples import ids_bytes
-from ...sessions.tree import CHECKED, DIFFERS, TAIL, UNCHECKED, WHOLE, Fork, Match, Turn
+from ...sessions.tree import CHECKED, DIFFERS, TAIL, UNCHECKED, WHOLE, Fork, Match, SessionError, Turn
 from ...tokenization import Tokenizer
 from ..agents.message_blocks import UNSEALED
 from ..answers import AnswerChoice

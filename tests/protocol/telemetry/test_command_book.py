@@ -3,18 +3,9 @@
 import pytest
 
 from rollbus.bus.protocol.fleet import desired
-from rollbus.bus.protocol.telemetry import command_book
-from rollbus.bus.protocol.telemetry.command_book import (
-    DAY_S,
-    MAX_COMMANDS,
-    MAX_LINES,
-    MAX_WORKERS,
-    CommandBook,
-    DayEvent,
-    DayLog,
-    WorkerDay,
-    command_event,
-)
+from rollbus.bus.protocol.telemetry import day_log
+from rollbus.bus.protocol.telemetry.command_book import MAX_COMMANDS, MAX_LINES, MAX_WORKERS, CommandBook
+from rollbus.bus.protocol.telemetry.day_log import DAY_S, DayEvent, DayLog, WorkerDay, command_event
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.control import DesiredState, Pause, Resume, UpdateWeights
 from rollbus.schemas.errors import ControlCode
@@ -182,7 +173,7 @@ def test_a_worker_is_gone_after_the_second_look_without_it() -> None:
 
 def test_known_workers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit, the workers that are gone for the longest time are forgotten, and never a live one."""
-    monkeypatch.setattr(command_book, "MAX_KNOWN", 4)
+    monkeypatch.setattr(day_log, "MAX_KNOWN", 4)
     day = WorkerDay(T)
     for at in range(6):
         look(day, float(at), *(presence(worker=f"{at}-{i}", uptime_s=2 * DAY_S) for i in range(5)))
@@ -192,7 +183,7 @@ def test_known_workers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_log_is_bounded_and_fair(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker with many events pushes out its own oldest events. The log says from when it is complete."""
-    monkeypatch.setattr(command_book, "MAX_EVENTS", 4)
+    monkeypatch.setattr(day_log, "MAX_EVENTS", 4)
     log = DayLog(T - 100)
     many = [DayEvent(at=T + i, what="restarted", model="m", worker="a") for i in range(10)]
     log.add([DayEvent(at=T - 50, what="started", model="m", worker="b"), *many], T)
