@@ -7,29 +7,17 @@ publisher's state may differ from the base only in the publisher's own registers
 A version is pinned to its content: the record has the digest that all workers found at its source when they staged it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, TypeVar, get_args
 
-import msgspec
 from msgspec.structs import replace
 
 from ....schemas.acks import Ack
 from ....schemas.checks import list_names
-from ....schemas.control import (
-    AnyCommand,
-    Certificate,
-    Command,
-    DesiredState,
-    Drain,
-    LoadLora,
-    Pause,
-    Recorded,
-    Sleep,
-    UpdateWeights,
-)
+from ....schemas.control import AnyCommand, Certificate, Command, DesiredState, LoadLora, Recorded, UpdateWeights
 from ....schemas.errors import ControlCode, ControlError, RemoteProtocolError
 from ....schemas.presence import WorkerPresence
-from ....schemas.weights import OpenTransfer, WeightSource
+from ....schemas.weights import WeightSource
 
 MAX_AGE_S: Final = 60.0
 """The maximum age of a command's signature in seconds, by the worker's clock. For this time, a copied command can be
@@ -201,54 +189,3 @@ def unpinned(state: DesiredState) -> list[str]:
                 case LoadLora(digest=None, version=version, name=name):
                     lines.add(f"version {version} of adapter {name} is unpinned: no load can prove its content")
     return sorted(lines)
-
-
-class RecordedStop(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded pause, drain or sleep. It outlives its author and ends with a resume or a wake."""
-
-    model: str
-    """Model of the workers."""
-    worker: str | None
-    """The one worker that it stops; None: all workers of the model."""
-    what: str
-    """`paused (keep)`, `paused (wait)`, `paused (abort)`, `drained`, `asleep` or `lent for N s`."""
-    by: str
-    """Who recorded it; empty if the release of its author does not say."""
-    since: float | None
-    """Unix time of the recording; None if the release of its author does not say."""
-
-
-def list_stops(states: Mapping[str, DesiredState]) -> list[RecordedStop]:
-    """Return the stops of all models, first those for all workers of a model, then those for single workers."""
-    found = []
-    for model, state in sorted(states.items()):
-        for worker, registers in [(None, state.registers), *sorted(state.workers.items())]:
-            for register in ("pause", "sleep"):
-                if register in registers and (what := stop_of(registers[register])) is not None:
-                    recorded = registers[register]
-                    since = recorded.at or None
-                    found.append(RecordedStop(model=model, worker=worker, what=what, by=recorded.by, since=since))
-    return found
-
-
-def stop_of(recorded: Recorded) -> str | None:
-    """Return in words how a recorded command stops workers; None: it does not."""
-    match recorded.command:
-        case Pause(mode=mode):
-            return f"paused ({mode})"
-        case Drain():
-            return "drained"
-        case Sleep() if recorded.for_s:
-            return f"lent for {recorded.for_s:g} s"
-        case Sleep():
-            return "asleep"
-    return None
-
-
-def open_transfers(workers: Iterable[WorkerPresence]) -> dict[str, tuple[OpenTransfer, list[str]]]:
-    """Return each open transfer by its id, as its first worker announces it, with all its workers."""
-    found: dict[str, tuple[OpenTransfer, list[str]]] = {}
-    for worker in workers:
-        if worker.transfer is not None:
-            found.setdefault(worker.transfer.id, (worker.transfer, []))[1].append(worker.worker)
-    return found

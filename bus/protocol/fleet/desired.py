@@ -1,4 +1,4 @@
-"""The desired state of a model's workers: how commands change it, who is behind it, and which reads of it count.
+"""The desired state of a model's workers: how commands change it, whom it stops, who is behind, which reads count.
 
 *Commands are recorded in one order, each once, and completely.* The epoch counts the recorded commands. A command that
 arrives again with the same id changes nothing. Of two commands on one register of a worker, the later command counts,
@@ -9,6 +9,7 @@ import enum
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from ....schemas import limits
@@ -16,8 +17,10 @@ from ....schemas.acks import Ack
 from ....schemas.control import (
     AnyCommand,
     DesiredState,
+    Drain,
     FinishWeightUpdate,
     LoadLora,
+    Pause,
     Recorded,
     SeenCommand,
     Sleep,
@@ -396,6 +399,48 @@ def stale_workers(workers: Iterable[WorkerPresence], states: Mapping[str, Desire
 def shows_ack(presence: WorkerPresence | None, ack: Ack) -> bool:
     """Return True if a worker's presence is as new as its ack of a recorded command, or its incarnation has ended."""
     return presence is None or presence.incarnation != ack.incarnation or presence.epoch >= (ack.epoch or 0)
+
+
+class RecordedStop(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded pause, drain or sleep. It outlives its author and ends with a resume or a wake."""
+
+    model: str
+    """Model of the workers."""
+    worker: str | None
+    """The one worker that it stops; None: all workers of the model."""
+    what: str
+    """`paused (keep)`, `paused (wait)`, `paused (abort)`, `drained`, `asleep` or `lent for N s`."""
+    by: str
+    """Who recorded it; empty if the release of its author does not say."""
+    since: float | None
+    """Unix time of the recording; None if the release of its author does not say."""
+
+
+def list_stops(states: Mapping[str, DesiredState]) -> list[RecordedStop]:
+    """Return the stops of all models, first those for all workers of a model, then those for single workers."""
+    found = []
+    for model, state in sorted(states.items()):
+        for worker, registers in [(None, state.registers), *sorted(state.workers.items())]:
+            for register in ("pause", "sleep"):
+                if register in registers and (what := stop_of(registers[register])) is not None:
+                    recorded = registers[register]
+                    since = recorded.at or None
+                    found.append(RecordedStop(model=model, worker=worker, what=what, by=recorded.by, since=since))
+    return found
+
+
+def stop_of(recorded: Recorded) -> str | None:
+    """Return in words how a recorded command stops workers; None: it does not."""
+    match recorded.command:
+        case Pause(mode=mode):
+            return f"paused ({mode})"
+        case Drain():
+            return "drained"
+        case Sleep() if recorded.for_s:
+            return f"lent for {recorded.for_s:g} s"
+        case Sleep():
+            return "asleep"
+    return None
 
 
 def check_started(state: DesiredState, workers: tuple[WorkerPresence, ...], command: UpdateWeights | LoadLora) -> None:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from ....schemas.checks import list_names
 from ....schemas.errors import InvalidRequest, NoWorkers
 from ....schemas.presence import WorkerPresence, WorkerRole, WorkerState
+from ....schemas.weights import OpenTransfer
 from .leases import LEASE_MARGIN_S, MAX_LEASE_S
 
 MAX_CAUSE_CHARS: Final = 256
@@ -31,6 +32,15 @@ def by_model(workers: Iterable[WorkerPresence], models: Iterable[str] = ()) -> d
     found: dict[str, list[WorkerPresence]] = {model: [] for model in models}
     for worker in workers:
         found.setdefault(worker.model, []).append(worker)
+    return found
+
+
+def open_transfers(workers: Iterable[WorkerPresence]) -> dict[str, tuple[OpenTransfer, list[str]]]:
+    """Return each open transfer by its id, as its first worker announces it, with all its workers."""
+    found: dict[str, tuple[OpenTransfer, list[str]]] = {}
+    for worker in workers:
+        if worker.transfer is not None:
+            found.setdefault(worker.transfer.id, (worker.transfer, []))[1].append(worker.worker)
     return found
 
 

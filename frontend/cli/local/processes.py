@@ -25,7 +25,7 @@ from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
 from ....bus.protocol.fleet.restarts import FIRST_DELAY_S, STABLE_S, RestartDelays
 from ....bus.subjects import WORKER_CONNECTION, Subjects
-from ....bus.thread_calls import wait_at_most
+from ....bus.thread_calls import is_set_within, wait_at_most
 from ....schemas.errors import EXIT_DUPLICATE_WORKER, BusBroken
 from ....schemas.messages import encode_json
 from ....schemas.options import DEFAULT_LEASE_S

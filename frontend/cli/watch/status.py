@@ -21,8 +21,8 @@ from ....bus import BusBroken, Client, FleetState, InvalidRequest, NoWorkers, Qu
 from ....bus.nats.connection import connected, subscribe
 from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
-from ....bus.protocol.fleet.authority import list_stops, open_transfers, stop_of
-from ....bus.protocol.fleet.presence import FleetSnapshot, accepts_whole_requests, slots_of
+from ....bus.protocol.fleet.desired import list_stops, stop_of
+from ....bus.protocol.fleet.presence import FleetSnapshot, accepts_whole_requests, open_transfers, slots_of
 from ....bus.subjects import ALL_PRESENCES, Subjects
 from ....bus.thread_calls import is_set_within
 from ....bus.worker_metrics import prefix_cache_hit_ratio

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from ....bus import FleetState, RequestList
-from ....bus.protocol.fleet.authority import list_stops, open_transfers
-from ....bus.protocol.fleet.desired import why_behind
-from ....bus.protocol.fleet.presence import slots_of
+from ....bus.protocol.fleet.desired import list_stops, why_behind
+from ....bus.protocol.fleet.presence import open_transfers, slots_of
 from ....schemas.control import DesiredState
 from ....schemas.errors import ControlCode, ControlError, NoWorkers
 from ....schemas.presence import WorkerState

@@ -19,9 +19,10 @@ from starlette.responses import Response
 
 from .... import bus
 from ....bus import RequestList
-from ....bus.protocol.fleet.authority import list_stops, open_transfers, unpinned
+from ....bus.protocol.fleet.authority import unpinned
 from ....bus.protocol.fleet.command_result import RESULTS, workers_that_must_ack
-from ....bus.protocol.fleet.desired import SILENT, effective, served_version, version_label
+from ....bus.protocol.fleet.desired import SILENT, effective, list_stops, served_version, version_label
+from ....bus.protocol.fleet.presence import open_transfers
 from ....schemas.acks import Ack
 from ....schemas.control import AnyCommand, DesiredState, FinishWeightUpdate, LoadLora, Pause, UnloadLora, UpdateWeights
 from ....schemas.decoding import JsonObject

@@ -12,9 +12,8 @@ import msgspec
 from ....bus import QueueDepth
 from ....bus.client.config import Durations
 from ....bus.client.fleet_state import FleetWatch, HeardWorker
-from ....bus.protocol.fleet.authority import RecordedStop, list_stops, open_transfers
-from ....bus.protocol.fleet.desired import WEIGHTS, why_behind
-from ....bus.protocol.fleet.presence import by_model, slots_of
+from ....bus.protocol.fleet.desired import WEIGHTS, RecordedStop, list_stops, why_behind
+from ....bus.protocol.fleet.presence import by_model, open_transfers, slots_of
 from ....bus.protocol.telemetry.command_book import CommandLine
 from ....bus.protocol.telemetry.day_log import DayEvent, DayLog, WorkerDay, command_event
 from ....bus.protocol.telemetry.rates import FleetRates, Point, Rates, Series
