@@ -154,7 +154,7 @@ def test_a_callback_that_is_added_after_the_end_runs_immediately() -> None:
 
 async def test_a_callback_that_fails_keeps_no_other_caller_waiting() -> None:
     """If the callback of a call raises an error, the callers of others that ended with it are notified too."""
-    box, ended = Inbox(asyncio.get_running_loop().call_soon), asyncio.Event()
+    box, ended = Inbox(asyncio.get_running_loop().call_soon), asyncio.Event()  # type: ignore[arg-type]
     calls = [new_call(box), new_call(box)]
     calls[0].when_ended(lambda _: list[None]().pop())
     calls[1].when_ended(lambda _: ended.set())

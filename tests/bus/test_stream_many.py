@@ -101,7 +101,7 @@ async def test_every_sample_ends_with_one_terminal_chunk(one_worker: StartServed
 
 async def test_streams_of_a_closed_client_end_with_its_code(one_worker: StartServed) -> None:
     """If the client is closed, each open stream ends with `client_closed`, and the next request raises `BusClosed`."""
-    ends = {}
+    ends: dict[str, object] = {}
     async with one_worker() as (rb, *_):
         lists = rb.stream_many(map(endless, "abc"), max_in_flight=2)
         await anext(lists)
