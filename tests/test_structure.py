@@ -24,7 +24,7 @@ ROOT_ENTRIES = {
 RAW_TASKS = {
     "bus/client/groups.py",
     "bus/client/thread.py",
-    "bus/publish/chain_store.py",
+    "bus/publish/publication.py",
 }
 """Files whose tasks belong to an object or a thread and not to a block, so that no TaskGroup can own them."""
 ELSEWHERE = ("nemo", "skyrl", "trl", "verifiers", "verl", "worker")
@@ -146,7 +146,7 @@ def test_files_and_functions_stay_short() -> None:
         text = path.read_text()
         if (lines := text.count("\n")) > MAX_FILE_LINES:
             too_long.append(f"{path.relative_to(ROOT)}: {lines} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(text)) if lines > MAX_FUNCTION_LINES else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:

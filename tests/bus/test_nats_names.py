@@ -90,13 +90,6 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    """Yield the path and the syntax tree of each module of rollbus."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path, ast.parse(path.read_text())
-
-
 def defined_in(tree: ast.Module) -> set[str]:
     """Return the names of functions, variables and own attributes that a module defines."""
     found: set[str] = set()
@@ -119,12 +112,12 @@ def used_names() -> set[str]:
     of_nats, of_client = names_of_nats(), names_of_client()
     own_classes = {own.__name__ for own in OWN}
     found: set[str] = set()
-    for _, tree in trees():
+    for path in [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]:
+        tree = ast.parse(path.read_text())
         inheriting = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in own_classes]
-        inside = {name for node in inheriting for name in _names_in(node)}
-        outside = {name for node in tree.body if node not in inheriting for name in _names_in(node)}
-        found |= inside & of_client
+        found |= {name for node in inheriting for name in _names_in(node)} & of_client
         if _imports_nats(tree):
+            outside = {name for node in tree.body if node not in inheriting for name in _names_in(node)}
             found |= (outside - defined_in(tree)) & of_nats
     return found
 

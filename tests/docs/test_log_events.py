@@ -18,7 +18,8 @@ def log_calls() -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each call of a logger."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            source = path.read_text()
+            for node in ast.walk(ast.parse(source)) if re.search(r"\blog(ger)?\b", source) else ():
                 match node:
                     case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logger"), attr=level), args=[text, *_]):
                         if level not in LEVELS or path.name == "logs.py":
