@@ -62,7 +62,6 @@ LOADS_TORCH = re.compile(
 run in the part with engines: its processes import torch anyway, and there are half as many of them."""
 PARTS = {"not vllm and not torch": False, "vllm or torch": True}
 """The expressions of the two parts of `.ci/test`. True: the part with engines."""
-ENGINE_TESTS = Path(__file__).with_name("engine")
 USES_ENGINES = re.compile(r"def test_\w+\([^)]*\b(moe|dense|reloaded): RunningEngine\b")
 
 # Each run uses the same examples: 50, which catch all faults of tests/mutants that 100 catch, in half of the time.
@@ -139,23 +138,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one process run all files that share the engines of tests/engine: each other process would start them too."""
+    """Let one process run all files that share a browser or engines: each other process would start them too."""
     from xdist.scheduler import LoadFileScheduling
 
     if config.option.dist != "loadfile":
         return None
     scheduling = LoadFileScheduling(config, log)
     file_of = scheduling._split_scope
-    scheduling._split_scope = lambda node: (
-        "engines" if shares_engines(config.rootpath / file_of(node)) else file_of(node)
-    )
+    scheduling._split_scope = lambda node: shared_by(config.rootpath / file_of(node)) or file_of(node)
     return scheduling
 
 
 @cache
-def shares_engines(file: Path) -> bool:
-    """Return True if tests of the file use the engines of tests/engine/conftest.py."""
-    return file.parent == ENGINE_TESTS and bool(USES_ENGINES.search(file.read_text()))
+def shared_by(file: Path) -> str | None:
+    """Return the directory with the fixtures of whole processes that tests of the file share, or None."""
+    shares_engines = file.parent.name == "engine" and USES_ENGINES.search(file.read_text())
+    return file.parent.name if shares_engines or file.parent.name == "browser" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

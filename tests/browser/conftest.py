@@ -1,4 +1,4 @@
-"""One browser for all tests of a module, and pages of a test's own fleet."""
+"""One browser for all tests, which one process runs (tests/conftest.py), and pages of a test's own fleet."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -17,7 +17,7 @@ from tests.support.fleet import synthetic_worker
 View = Callable[..., AbstractAsyncContextManager[tuple[Http, Page]]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     """Start a browser, or skip the tests if this machine has none."""
     if reason := missing():
