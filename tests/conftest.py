@@ -54,12 +54,11 @@ processes would wait for it."""
 ALL_NEED_AN_ENGINE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.vllm\b", re.MULTILINE)
 """Files without a test for the part of `.ci/test` without engines."""
 LOADS_TORCH = re.compile(
-    r"^(from|import) (torch|transformers|bench\.(routing_ways|scale|trainer)|rollbus\.trainer|"
-    r"rollbus\.integrations\.(sessions|verl))\b",
-    re.MULTILINE,
+    r"(?m)^(from|import) (torch|transformers|bench\.(routing_ways|scale|trainer)|rollbus\.trainer|"
+    r"rollbus\.integrations\.(sessions|verl)|tests\.(sessions\.(families|support)|http\.test_tools))\b|importorskip\(.vllm",
 )
-"""Files that import torch, directly or by one of these modules, or matplotlib. Their tests have the marker `torch`, and
-run in the part with engines: its processes import torch anyway, and there are half as many of them."""
+"""Files that import torch, directly, by one of these modules, by matplotlib or with vLLM's parsers. Their tests have
+the marker `torch`, and run in the part with engines: its processes import torch anyway, and there are half as many."""
 PARTS = {"not vllm and not torch": False, "vllm or torch": True}
 """The expressions of the two parts of `.ci/test`. True: the part with engines."""
 USES_ENGINES = re.compile(r"def test_\w+\([^)]*\b(moe|dense|reloaded): RunningEngine\b")

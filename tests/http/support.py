@@ -162,7 +162,8 @@ CHAT_TEMPLATE = (
 @functools.cache
 def byte_level() -> tokenization.Tokenizer:
     """Return a tokenizer like those of GPT-2, Llama 3 and Qwen: all bytes are tokens, and some texts."""
-    return _loaded(make_byte_level())
+    # transformers, with which tests/http/test_tokenizers.py compares the fast one, takes five seconds to import.
+    return loaded(make_byte_level(), tokenization.load_fast_tokenizer)
 
 
 def make_byte_level() -> Tokenizer:
@@ -187,7 +188,7 @@ def byte_fallback() -> tokenization.Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return _loaded(tokenizer)
+    return loaded(tokenizer)
 
 
 @functools.cache
@@ -197,12 +198,14 @@ def word_piece() -> tokenization.Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    return _loaded(tokenizer)
+    return loaded(tokenizer)
 
 
-def _loaded(tokenizer: Tokenizer) -> tokenization.Tokenizer:
+def loaded(tokenizer: Tokenizer, load: Any = tokenization.load_tokenizer) -> tokenization.Tokenizer:
+    """Return a tokenizer as `load` reads it from a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        return tokenization.load_tokenizer(save(tokenizer, Path(folder)))
+        read: tokenization.Tokenizer = load(save(tokenizer, Path(folder)))
+        return read
 
 
 def save(tokenizer: Tokenizer, folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:

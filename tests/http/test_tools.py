@@ -24,7 +24,7 @@ from rollbus.frontend.http.openai.parsers import (
 )
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import CHAT, Http, byte_level, client_of, http_service, make_byte_level, save
+from tests.http.support import CHAT, Http, byte_level, client_of, http_service, loaded, make_byte_level, save
 from tests.sessions.families import tokenizer_of
 
 EOS = 262
@@ -387,8 +387,7 @@ async def streamed(reader: AnswerReader, text: str, rng: random.Random) -> Answe
     while True:
         size = rng.choice((1, 1, 2, 7, 40))
         piece, text = text[:size], text[size:]
-        ids = tokenizer.encode(piece, add_special_tokens=False)
-        parts.append(await reader.add(piece, ids, final=not text))
+        parts.append(await reader.add(piece, tokenizer.encode(piece, add_special_tokens=False), final=not text))
         if not text:
             return joined(parts)
 
@@ -414,7 +413,7 @@ async def test_streams_whole_answers_and_vllm_agree(parser: str, reasoning: str 
     parsers = await asyncio.to_thread(load_parsers, parser, reasoning)
     rng, wrong, has_calls = random.Random(0), [], 0
     for choice in CHOICES:
-        plan: Any = parsers.plan(byte_level(), question(choice))
+        plan: Any = parsers.plan(loaded(make_byte_level()), question(choice))
         for name, text in TEXTS.items():
 
             def reader(plan: Any = plan, choice: str = choice) -> AnswerReader:
