@@ -10,6 +10,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -301,16 +302,14 @@ def test_a_class_of_models_is_inspected_in_a_fork(moe: RunningEngine, monkeypatc
     """Inside the block, vLLM inspects a class in a fork of the preloaded process, and outside in an interpreter."""
     from vllm.model_executor.models import registry
 
-    def environment() -> dict[str, str]:
-        return dict(os.environ)
-
     def fail() -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: "own")
     with processes.fork_from_server():
         assert registry._run_in_subprocess(os.getppid) == forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        assert processes.READ_ON_IMPORT.items() <= registry._run_in_subprocess(environment).items()
+        environment = registry._run_in_subprocess(lambda: dict(os.environ))
+        assert processes.READ_ON_IMPORT.items() <= environment.items()
         with pytest.raises(ZeroDivisionError):
             registry._run_in_subprocess(fail)
     assert registry._run_in_subprocess(os.getppid) == "own"
@@ -330,20 +329,15 @@ def test_with_vllm_for_gpus_no_preloaded_process_starts(
 ) -> None:
     """With vLLM for GPUs or without vLLM, no preloaded process starts."""
     begun: list[bool] = []
-    imported: list[bool] = []
-
-    def import_core() -> None:
-        imported.append(True)
-        raise ZeroDivisionError
-
+    importing = Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr(processes, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
     for name in processes.READ_ON_IMPORT:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(forkserver, "ensure_running", lambda: begun.append(True))
     monkeypatch.setattr(multiprocessing.get_context("forkserver"), "set_forkserver_preload", lambda _names: None)
-    monkeypatch.setattr(processes, "import_core", import_core)
+    monkeypatch.setattr(processes, "import_core", importing)
 
     processes.begin_preload()
     processes.preload()
 
-    assert begun == imported == [True] * is_begun
+    assert begun == [True] * importing.call_count == [True] * is_begun

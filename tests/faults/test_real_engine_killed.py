@@ -127,11 +127,8 @@ async def test_a_signal_during_the_import_of_vllm_ends_the_worker(unforked_worke
     """A worker that still imports vLLM exits with 0 at a signal."""
     name = unforked_workers.add()
     worker = unforked_workers.living[name]
-
-    def imports() -> bool:
-        return any("libtorch_cpu" in mapped.path for mapped in worker.memory_maps())
-
-    assert await asyncio.to_thread(becomes_true, imports)
+    mapped = worker.memory_maps
+    assert await asyncio.to_thread(becomes_true, lambda: any("libtorch_cpu" in each.path for each in mapped()))
     worker.terminate()
 
     assert await asyncio.to_thread(worker.wait, SOON_S) == 0
