@@ -226,16 +226,8 @@ def i4(*values: int) -> bytes:
 
 def chunk_of_masks(index: int, masks: SamplingMask | None, *, attempt: int = 0, end: End | None = None) -> Chunk:
     """Return a chunk with one token and these masks."""
-    return Chunk(
-        request_id="r",
-        attempt=attempt,
-        child=0,
-        chunk_index=index,
-        weight_version=0,
-        token_ids_data=i4(5),
-        sampling_mask=masks,
-        end=end,
-    )
+    plain = chunk(index, 5, attempt=attempt)
+    return replace(plain, weight_version=0, lora_version=None, sampling_mask=masks, end=end)
 
 
 def request_with_mask(return_sampling_mask: bool | None) -> GenerateRequest:
