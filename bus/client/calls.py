@@ -249,7 +249,10 @@ class Inbox:
             while self._calls:
                 call = self._calls.popleft()
                 call.is_due = False
-                call_in(call.other_loop, call.notify)
+                if call.other_loop is None:
+                    call.notify()
+                else:
+                    call_in(call.other_loop, call.notify)
         finally:
             if self._calls:  # a callback of the caller has failed
                 asyncio.get_running_loop().call_soon(self._notify_calls)

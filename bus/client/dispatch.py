@@ -321,7 +321,9 @@ class RequestDispatcher:
             else:
                 await self._publish_placed([Placed(worker.worker, [child])])
         else:
-            await self._publish_placed(self.placement.place(child))
+            for destination, children in self.placement.place(child):
+                is_queue = destination is None
+                await self._send(possible if is_queue else replace(possible, direct_to=destination), *children)
 
     async def _publish_placed(self, placed: Sequence[Placed]) -> None:
         for worker, children in placed:

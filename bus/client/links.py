@@ -108,7 +108,7 @@ class ResultCheck:
         for chunk in frame.chunks:
             child = self._coordinator.find(chunk.request_id, chunk.attempt, chunk.child)
             # Chunks of other requests are dropped later.
-            if child is None or child.engine not in (("", ""), engine):
+            if child is None or (child.worker is not None and child.engine != engine):
                 continue
             use = _use_of(child)
             if use not in announced:
