@@ -16,7 +16,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-from rollbus.workers.engines import preload
 from tests.support.processes import RUN, OwnCache
 from tests.support.waits import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeout
 
@@ -80,9 +79,6 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if RUN not in os.environ:
         config.stash[OWN_CACHE] = OwnCache()
-    elif PARTS.get(config.option.markexpr):
-        # A process of pytest-xdist whose other thread only reads: its engines need no second import.
-        preload("vllm", os.fspath(Path.cwd()))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
