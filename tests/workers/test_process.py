@@ -418,3 +418,22 @@ async def test_jobs_are_created_outside_of_the_event_loop() -> None:
 
     assert len(made_on) == len(done) == 3
     assert threading.get_ident() not in {*made_on, *done}
+
+
+async def test_jobs_of_a_caller_that_is_cancelled_twice_do_not_block_the_event_loop() -> None:
+    """A caller that is cancelled again while it waits for a running job goes on waiting beside the event loop."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def job(_scratch: object) -> None:
+        began.set()
+        may_end.wait(SOON_S)
+
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(run_quietly([job]))
+        await asyncio.to_thread(began.wait)
+        for _ in range(10):
+            running.cancel()
+            await asyncio.sleep(0)
+        assert not running.done()
+        may_end.set()
+    assert running.cancelled()

@@ -44,8 +44,7 @@ def make_engine(name: str, model: str, engine_args: Mapping[str, Any], role: Wor
 def preload(name: str, model: str) -> None:
     """Import what the engine `name` needs into this process, which has no other thread yet. This may take seconds."""
     if name == "vllm":
-        from .vllm.launch import set_environment
-        from .vllm.processes import preload as preload_vllm
+        from .vllm import launch, processes
 
-        set_environment(model, None)
-        preload_vllm()
+        launch.set_environment(model, None)
+        processes.preload()

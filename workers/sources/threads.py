@@ -120,13 +120,17 @@ async def run_quietly(jobs: Iterable[Job], *, num_threads: int = NUM_THREADS, is
             job(scratch)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="staging") as pool:
-        running = [asyncio.get_running_loop().run_in_executor(pool, work) for _ in range(num_threads)]
-        try:
-            await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
+        futures = [asyncio.wrap_future(pool.submit(work)) for _ in range(num_threads)]
+        is_cancelled = False
+        while running := [future for future in futures if not future.done()]:
+            try:
+                await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            except asyncio.CancelledError:
+                # Also a second one: leaving the pool with running jobs would block the event loop.
+                is_cancelled = True
             # If one thread fails, the other stops before its next job.
             is_stopped.set()
-            await asyncio.wait(running)
-    for error in [future.exception() for future in running]:
-        if error is not None:
-            raise error
+    if is_cancelled:
+        raise asyncio.CancelledError
+    for error in filter(None, [future.exception() for future in futures]):
+        raise error

@@ -4,15 +4,12 @@ Whether an engine returns routed experts depends on the release of vLLM, the dev
 returns none, the reason is told.
 """
 
-import atexit
-import contextlib
 import dataclasses
-import gc
 import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.resources import files
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,7 +24,7 @@ from .extension import extension_name
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_refusal
 from .names import check_names
-from .processes import begin_preload, compute_in_core, fork_from_server, kill, own_executor
+from .processes import begin_preload, compute_in_core, fork_from_server, kill, own_executor, without_collection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -148,7 +145,7 @@ class Launch:
             self._other_children = None
 
     def _start(self) -> None:
-        with _without_collection():
+        with without_collection():
             check_names()
             from vllm.v1.engine.async_llm import AsyncLLM
             from vllm.v1.executor import Executor
@@ -190,24 +187,6 @@ class Launch:
     def _check_not_cancelled(self) -> None:
         if self._is_cancelled.is_set():
             raise EngineDead("the engine was closed during its start")
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Import vLLM and torch in this block, and exclude their one million objects from garbage collection.
-
-    Otherwise the collector scans these objects several times during the import, in each later full collection, and at
-    the exit of the process. Each scan blocks the event loop for up to seconds.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
-        atexit.register(gc.freeze)
 
 
 def set_environment(model: str, log_level: str | None) -> None:

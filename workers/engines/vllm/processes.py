@@ -234,19 +234,30 @@ def _serve_forks(listener: int, alive: int) -> NoReturn:
         os._exit(0)
 
 
-def import_core() -> None:
-    """Import the modules of an engine core, and exclude their objects from garbage collection.
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Import vLLM and torch in this block, and exclude their one million objects from garbage collection.
 
-    Most of these objects stay, so the collector need not scan them, here or in a forked process.
+    Otherwise the collector scans these objects several times during the import, in each later full collection, also of
+    a forked process, and at the exit of the process. Each scan blocks the event loop for up to seconds.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+        atexit.register(gc.freeze)
+
+
+def import_core() -> None:
+    """Import the modules of an engine core."""
+    with without_collection():
         import vllm.v1.engine.core
         import vllm.v1.executor.uniproc_executor
         import vllm.v1.worker.cpu_worker  # noqa: F401
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def isolate() -> None:
