@@ -14,17 +14,19 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+import numpy as np
 
 Dtype = Literal["bfloat16", "float32"]
+DTYPES: dict[Dtype, str] = {"bfloat16": "BF16", "float32": "F32"}
+"""Dtypes in the notation of safetensors."""
 
-RECIPE = 2
+RECIPE = 3
 """Version of the recipe. It increases when the same arguments produce other files, so that an older folder is not
 mistaken for the current model."""
+MARKER = "tiny_moe.json"
+"""File that records the arguments."""
 VOCAB_SIZE = 512
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SHAPE: dict[str, Any] = {
@@ -40,6 +42,7 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "intermediate_size": 256,
 }
+EMBEDDING = "model.embed_tokens"
 EMBEDDING_SCALE = 10.0
 """Factor for embeddings of size 1, as in trained models. With smaller embeddings, the output of the layers dominates.
 All tokens of a text would then be similar in the last layers, and a few experts would receive all of them."""
@@ -87,23 +90,20 @@ def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16",
     """
     target = Path(path)
     made_with = {"recipe": RECIPE, "seed": seed, "dtype": dtype, "dense": dense}
-    # Check this before the marker, because another process may just be finishing the same model.
-    is_taken = _is_taken(target)
     if _is_made_with(target, made_with):
         return target
-    if is_taken:
-        raise FileExistsError(f"{target} exists and is not the requested model; choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         make_tokenizer(scratch)
         _save_model(scratch, seed=seed, dtype=dtype, dense=dense)
-        _marker(scratch).write_text(json.dumps(made_with))
-        _make_readable(scratch)
+        (scratch / MARKER).write_text(json.dumps(made_with))
+        # Other users can serve the model: `mkdtemp` makes a private folder.
+        scratch.chmod(0o755)
         try:
             scratch.rename(target)
         except OSError as exc:
-            # Another process may have created the same model first. Other content stays unchanged.
+            # Another process may have created the same model first. Only an empty folder is replaced.
             if not _is_made_with(target, made_with):
                 raise FileExistsError(f"{target} exists and is not the requested model; choose another folder") from exc
     finally:
@@ -111,35 +111,15 @@ def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16",
     return target
 
 
-def make_tokenizer(folder: Path) -> None:
-    """Write the files of the tokenizer into `folder`."""
-    _save_tokenizer(_train_tokenizer(), folder)
-
-
-def _marker(folder: Path) -> Path:
-    return folder / "tiny_moe.json"
-
-
-def _make_readable(folder: Path) -> None:
-    """Replace the private file modes of `mkdtemp` and safetensors, so that other users can serve the model."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-
-
-def _is_taken(path: Path) -> bool:
-    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
-
-
 def _is_made_with(folder: Path, made_with: Mapping[str, object]) -> bool:
     try:
-        return bool(json.loads(_marker(folder).read_text()) == made_with)
+        return bool(json.loads((folder / MARKER).read_text()) == made_with)
     except (OSError, ValueError):
         return False
 
 
-def _train_tokenizer() -> "Tokenizer":
-    """Return a byte-level BPE tokenizer with `VOCAB_SIZE` tokens. It encodes any bytes and decodes them unchanged."""
+def make_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE tokenizer with `VOCAB_SIZE` tokens. It encodes any bytes and decodes them unchanged."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -152,10 +132,6 @@ def _train_tokenizer() -> "Tokenizer":
         show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    return tokenizer
-
-
-def _save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         # Every release of transformers since 4.0 supports this name.
@@ -170,21 +146,58 @@ def _save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> None:
 
 
 def _save_model(folder: Path, *, seed: int, dtype: Dtype, dense: bool) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    """Write the files that transformers would write for a new model. Its import would take several seconds."""
+    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if not dense:
+        kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **EXPERTS}
     ids = {"eos_token_id": SPECIAL_TOKENS.index(TURN_END), "pad_token_id": SPECIAL_TOKENS.index(END_OF_TEXT)}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model: Any
-        if dense:
-            model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **ids, bos_token_id=None))
-        else:
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, **ids, bos_token_id=None))
-        model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**kind, **SHAPE, **ids, "dtype": dtype}, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
+    draws = np.random.default_rng(seed)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    contents, end = [], 0
+    for name, shape in _list_weights(dense).items():
+        weight = draws.standard_normal(shape, np.float32) * np.float32(SHAPE["initializer_range"])
+        if name == EMBEDDING:
+            weight *= EMBEDDING_SCALE
+        elif len(shape) == 1:
+            weight = np.ones(shape, np.float32)
+        bits = weight.view("<u4")
+        if dtype == "bfloat16":
+            # The nearest number with the upper half of the bits, and of two the even one.
+            bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+        contents.append(bits.tobytes())
+        begin, end = end, end + bits.nbytes
+        header[f"{name}.weight"] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (begin, end)}
+    encoded = json.dumps(header).encode()
+    # The format of safetensors.
+    (folder / "model.safetensors").write_bytes(b"".join((len(encoded).to_bytes(8, "little"), encoded, *contents)))
+
+
+def _list_weights(dense: bool) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the weights, as in checkpoints of transformers."""
+    hidden, head = SHAPE["hidden_size"], SHAPE["head_dim"]
+    queries, keys = (head * SHAPE[name] for name in ("num_attention_heads", "num_key_value_heads"))
+    layer: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,)),
+        **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (head,)),
+        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (keys, hidden)),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.o_proj": (hidden, queries),
+    }
+    mlps = {"mlp": SHAPE["intermediate_size"]}
+    if not dense:
+        layer["mlp.gate"] = (EXPERTS["num_experts"], hidden)
+        mlps = {f"mlp.experts.{i}": EXPERTS["moe_intermediate_size"] for i in range(EXPERTS["num_experts"])}
+    for mlp, width in mlps.items():
+        layer |= dict.fromkeys((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (width, hidden))
+        layer[f"{mlp}.down_proj"] = (hidden, width)
+    layers = range(SHAPE["num_hidden_layers"])
+    return {
+        **dict.fromkeys((EMBEDDING, "lm_head"), (VOCAB_SIZE, hidden)),
+        **{f"model.layers.{i}.{name}": shape for i in layers for name, shape in layer.items()},
+        "model.norm": (hidden,),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
