@@ -295,8 +295,8 @@ def fork_from_server() -> Iterator[None]:
         (registry, "_run_in_subprocess", _run_in_fork),
     ):
         own = getattr(module, name, None)
-        if own is not None and not isinstance(own, _Replaced):
-            setattr(module, name, _Replaced(own, forking))
+        if own is not None and not isinstance(own, functools.partial):
+            setattr(module, name, functools.partial(_run_one, own, forking))
     token = _forks.set(True)
     try:
         yield
@@ -304,15 +304,9 @@ def fork_from_server() -> Iterator[None]:
         _forks.reset(token)
 
 
-class _Replaced:
+def _run_one(own: Callable[..., Any], forking: Callable[..., Any], *args: Any) -> Any:
     """Replaces a function by which vLLM starts processes, in the contexts of `fork_from_server`."""
-
-    def __init__(self, own: Callable[..., Any], forking: Callable[..., Any]) -> None:
-        self._own = own
-        self._forking = forking
-
-    def __call__(self, *args: Any) -> Any:
-        return (self._forking if _forks.get() else self._own)(*args)
+    return (forking if _forks.get() else own)(*args)
 
 
 def _fork_server() -> BaseContext:
