@@ -44,7 +44,6 @@ for name in CLIENTS:
 
 STARTED_FIRST = (
     "tests/engine/test_launch.py",
-    "tests/test_rl_loop.py",
     "tests/engine/test_families.py",
     "tests/docs/test_code_blocks.py",
 )
