@@ -197,7 +197,7 @@ class Stitcher:
         self._check_prompt(where, prompt)
         logprobs = _check_turn(where, turn, len(prompt), len(sampled))
         if len(sampled):
-            self._add_rows(where, turn, len(prompt))
+            self._add_rows(where, turn)
             span = slice(len(prompt), len(prompt) + len(sampled))
             self._sampled.append((span, logprobs, turn.weight_versions))
         self._tokens = (prompt, sampled)
@@ -259,7 +259,7 @@ class Stitcher:
                 )
             position += len(known)
 
-    def _add_rows(self, where: str, turn: Turn, prompt_len: int) -> None:
+    def _add_rows(self, where: str, turn: Turn) -> None:
         if turn.routed_experts is None:
             if self._unrouted is None:
                 self._unrouted = self._num_added

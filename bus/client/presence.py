@@ -530,5 +530,5 @@ class _SharedRead(Generic[T]):
                     self._error = exc
                 self._read_at = began_at
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)
             return self._found
