@@ -111,6 +111,18 @@ async def test_a_worker_that_stops_its_intake_rejects_its_waiting_followers(hear
         await client.abort("w", key(0), RequestKey("other", 0, 0))
 
 
+async def test_a_waiting_follower_that_an_admin_aborts_ends(heard_worker: StartHeard) -> None:
+    """An abort of the worker's own ends a follower that waits for a slot, although the engine does not have it."""
+    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
+        await lead(client, 1)
+        await client.until(lambda: len(client.offers) == 3)
+        names = [name for name in worker._links.requests.names if "/g/0/1/" in name]
+        await worker._in_flight.abort_and_wait(names)
+        await client.until(lambda: any(chunk.child == 1 and chunk.is_terminal for chunk in client.chunks["g"]))
+        assert not refused(client)
+        await client.abort("w", key(0), RequestKey("other", 0, 0))
+
+
 async def test_samples_of_a_placed_message_without_a_slot_follow_the_other_samples(heard_worker: StartHeard) -> None:
     """If the client allows it, samples of a placed message without a slot follow those with a slot."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):

@@ -142,6 +142,7 @@ async def test_an_adapter_is_unloaded_during_a_pause(tmp_path: Path) -> None:
         await worker.flow.resume()
         tokens = await worker.until_end("r")
         assert {token.lora_version for token in tokens} == {1}
+        assert worker.end("r").finish_reason is FinishReason.ABORT
         await worker.until_tokens("s", heard + 5)
 
 

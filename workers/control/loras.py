@@ -182,7 +182,9 @@ class Loras:
         if not self._in_flight.runner.is_engine_paused:
             await self._in_flight.abort_and_wait(names)
             return
-        # A paused engine may need a step to abort. The steps of other requests are held until the worker resumes.
+        # A paused engine may need a step to abort. The steps of other requests are held until the worker resumes, but
+        # these requests end for their clients now.
+        self._in_flight.abort(names)
         self._in_flight.hold_steps()
         await self._in_flight.runner.resume()
         try:

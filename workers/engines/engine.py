@@ -244,9 +244,9 @@ class EngineRunner:
         """Number of open requests in the engine."""
         return len(self._inside)
 
-    def is_fetching(self, key: str) -> bool:
-        """True if the KV transfer of this request may still run; an abort waits for its end."""
-        return key in self._fetching
+    def ends_soon(self, key: str) -> bool:
+        """True if the engine runs and ends this request as soon as it is aborted: no KV transfer of it may still run."""
+        return key in self._inside and key not in self._fetching and not self.is_engine_paused
 
     def has_any(self, keys: Iterable[str]) -> bool:
         """True if the engine has at least one of these requests."""

@@ -231,8 +231,8 @@ class InFlightRequests:
 
     def abort(self, names: Sequence[str]) -> None:
         """Abort requests by their engine names. Tokens sampled before are delivered."""
-        # End the requests here that the engine would end only with its next step, perhaps much later.
-        meant = {name for name in names if self.runner.is_engine_paused or self.runner.is_fetching(name)}
+        # End the requests here that the engine would end much later, or that wait for a slot outside of it.
+        meant = {name for name in names if not self.runner.ends_soon(name)}
         if meant:
             held = self._held_steps or []
             ends = [RequestStep(key=name, token_ids=NO_TOKENS, finish_reason=FinishReason.ABORT) for name in meant]
