@@ -245,7 +245,7 @@ class EngineRunner:
         return len(self._inside)
 
     def ends_soon(self, key: str) -> bool:
-        """True if the engine runs and ends this request as soon as it is aborted: no KV transfer of it may still run."""
+        """True if the engine ends this request soon after an abort: it runs, and no KV transfer of the request may."""
         return key in self._inside and key not in self._fetching and not self.is_engine_paused
 
     def has_any(self, keys: Iterable[str]) -> bool:
