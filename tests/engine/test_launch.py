@@ -77,6 +77,14 @@ def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
     assert "local folder" in str(find_refusals(config).weight_updates)
 
 
+def test_engines_do_not_draw_the_same_tokens(models: dict[str, Path]) -> None:
+    """Each engine has a random seed of its own, unless one is given or its other machines need vLLM's default."""
+    seeds = [engine_arguments(str(models["dense"]), given).seed for given in ({}, {}, {"seed": 5}, {"nnodes": 2})]
+
+    assert seeds[0] != seeds[1]
+    assert seeds[2:] == [5, 0]
+
+
 def test_the_grammar_backend_is_fixed_at_the_start(models: dict[str, Path]) -> None:
     """The backend of structured outputs is xgrammar unless it is set, never the choice of a request, and announced."""
     path = str(models["dense"])

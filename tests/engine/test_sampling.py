@@ -242,6 +242,7 @@ def test_extra_reaches_the_engine(moe: RunningEngine) -> None:
         ("sampling.extra.thinking_token_budget", {"extra": {"thinking_token_budget": "many"}}),
         ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {}}}),
         ("sampling", {"extra": {"thinking_token_budget": 5}}),
+        ("sampling.prompt_logprobs", {"prompt_logprobs": 1, "extra": {"skip_reading_prefix_cache": False}}),
         ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {"regex": "("}}}),
     ],
 )
@@ -350,6 +351,21 @@ def test_a_preempted_request_continues_with_the_next_numbers_of_its_seed(
     assert len(set(preemptions)) >= 3
     # The last requests are the first to be preempted.
     assert [result.token_ids for result in together[-5:]] == alone(moe, requests[-5:])
+
+
+def test_replicas_draw_different_tokens() -> None:
+    """Without a seed in requests, the replicas of an engine draw different tokens, although vLLM seeds all alike."""
+    torch = pytest.importorskip("torch")
+    draws = []
+    for number in (0, 0, 1):
+        torch.manual_seed(5)
+        corrections._generator.cache_clear()
+        parts = SimpleNamespace(data_parallel_index=number), SimpleNamespace(seed=5)
+        corrections.separate_replicas(SimpleNamespace(parallel_config=parts[0], model_config=parts[1]))
+        draws.append(corrections._draw(torch.zeros(8, 1000)).tolist())
+    corrections._generator.cache_clear()
+
+    assert draws[0] == draws[1] != draws[2]
 
 
 def test_tokens_of_small_steps_are_ranked_and_drawn_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,7 @@ OTHERS: tuple[Need, ...] = (
     # `rollbus.schemas.chunk.FinishReason` has a value for each of these.
     Need("vllm.v1.engine:FINISH_REASON_STRINGS", reads={"": '("stop", "length", "abort", "error", "repetition")'}),
     # The adapter unpacks these by position.
+    Need("vllm.utils.torch_utils:set_random_seed", call="seed"),
     Need("vllm.v1.sample.sampler:batched_count_greater_than", call="x values"),
     Need("vllm.v1.sample.ops.topk_topp_sampler:compiled_random_sample", call="logits", until=(0, 33)),
     Need("vllm.v1.outputs:LogprobsLists", call="logprob_token_ids logprobs sampled_token_ranks"),
@@ -201,14 +202,14 @@ OTHERS: tuple[Need, ...] = (
     Need("vllm.v1.worker.cpu_worker:CPUWorker", has="model_runner reload_weights", calls=WORKER_CALLS),
     Need(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-        has="device discard_request_mask input_batch kv_caches model_config sample_tokens",
+        has="device discard_request_mask input_batch kv_caches model_config parallel_config sample_tokens",
         calls={"get_model": "", "reload_weights": "* weights_path"},
     ),
     Need("vllm.v1.worker.gpu_input_batch:InputBatch", has="generators num_reqs"),
     Need("vllm.v1.utils:CpuGpuBuffer", has="np"),
     Need(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
-        has="kv_caches model_config reload_weights",
+        has="kv_caches model_config parallel_config reload_weights",
         calls={"get_model": ""},
     ),
     Need("vllm.distributed.weight_transfer.base:WeightTransferEngine", calls={"reset_weight_update_target": ""}),

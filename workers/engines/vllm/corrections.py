@@ -171,6 +171,19 @@ def keep_seeded_draws(model_runner: Any) -> None:
     model_runner.sample_tokens = sample
 
 
+def separate_replicas(model_runner: Any) -> None:
+    """Let each replica of an engine draw other tokens for requests without a seed, because vLLM seeds all alike.
+
+    Raises:
+        AttributeError: this release of vLLM numbers replicas in another way.
+    """
+    from vllm.utils.torch_utils import set_random_seed
+
+    if number := model_runner.parallel_config.data_parallel_index:
+        set_random_seed(model_runner.model_config.seed + number)
+        _generator.cache_clear()
+
+
 def avoid_compiler() -> None:
     """Rank and draw the tokens of small steps on a CPU with numpy, which is faster than compiled code.
 

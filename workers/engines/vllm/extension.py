@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from ....schemas.errors import ControlCode, ForeignError, foreign_code
-from .corrections import keep_seeded_draws, rotate_all_heads
+from .corrections import keep_seeded_draws, rotate_all_heads, separate_replicas
 from .reload import Reload, clear_nan, done, failed
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,11 @@ class WorkerExtension:
         See the module `corrections`. An import that fails later would end in half-written weights.
         """
         worker: Any = self
-        corrections = {"seeded requests": keep_seeded_draws, "rotary embeddings": rotate_all_heads}
+        corrections = {
+            "replicas": separate_replicas,
+            "seeded requests": keep_seeded_draws,
+            "rotary embeddings": rotate_all_heads,
+        }
         for what, correct in corrections.items():
             try:
                 correct(worker.model_runner)

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import multiprocessing
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from importlib.resources import files
@@ -49,6 +50,7 @@ does not start (v1/worker/cpu_worker.py: __init__). Set another size with `kv_ca
 KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 CPU_KV_BLOCK_TOKENS = 32
 """Only whole blocks of KV are transferred. A short prompt does not fill a block of vLLM's default of 128 tokens."""
+SEED_BITS = 31
 GRAMMARS = "structured_outputs_config"
 GRAMMAR_BACKEND = "xgrammar"
 CPU_UNUSED_LORAS = 1
@@ -226,6 +228,9 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
         # The steps then contain the engine's load, which the worker publishes in its presence.
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
+        # With one seed for all engines, as by vLLM's default, workers sample equal answers to one prompt. Processes on
+        # other machines are started elsewhere and need vLLM's default too.
+        "seed": secrets.randbits(SEED_BITS) if given.get("nnodes", 1) == 1 else 0,
     }
     if current_platform.is_cpu():
         defaults |= {"enforce_eager": True, "max_model_len": LARGEST_THAT_FITS}

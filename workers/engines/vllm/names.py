@@ -32,10 +32,10 @@ NAMES = {
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:ModelConfig": "dtype enable_sleep_mode enable_trace_replay get_num_experts get_num_experts_per_tok "
     "get_total_num_hidden_layers get_vocab_size logprobs_mode max_logprobs max_model_len model model_weights "
-    "quantization revision try_get_generation_config use_mla",
-    "vllm.config:ParallelConfig": "data_parallel_size decode_context_parallel_size distributed_executor_backend nnodes "
-    "pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size use_ray worker_extension_cls world_size "
-    "world_size_across_dp",
+    "quantization revision seed try_get_generation_config use_mla",
+    "vllm.config:ParallelConfig": "data_parallel_index data_parallel_size decode_context_parallel_size "
+    "distributed_executor_backend nnodes pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size "
+    "use_ray worker_extension_cls world_size world_size_across_dp",
     "vllm.config:SchedulerConfig": "max_num_seqs policy",
     "vllm.config:StructuredOutputsConfig": "backend",
     "vllm.config:VllmConfig": "cache_config device_config kv_transfer_config load_config lora_config model_config "

@@ -8,7 +8,7 @@ from ....schemas.errors import InvalidRequest
 from ....schemas.request import GenerateRequest
 from ....schemas.request_fields import check_room
 from ....schemas.sampling import SamplingParams
-from .kv.config import EXTRA_ARG
+from .kv.config import EXTRA_ARG, is_decode_phase
 
 if TYPE_CHECKING:
     import vllm
@@ -97,9 +97,14 @@ def to_vllm(
     if kv is not None:
         fields["extra_args"] = {**(fields.get("extra_args") or {}), EXTRA_ARG: kv}
     try:
-        return VllmSamplingParams(**fields)
+        params = VllmSamplingParams(**fields)
     except (_validation_error(), ValueError, TypeError) as exc:
         raise refusal(exc, sampling) from exc
+    if params.prompt_logprobs is not None and (not params.skip_reading_prefix_cache or is_decode_phase(params)):
+        # vLLM would return memory that it has not written for the tokens that it does not compute.
+        problem = "is set for a prompt whose KV may come from the cache or from another worker"
+        raise InvalidRequest("sampling.prompt_logprobs", problem, "null, or true in extra.skip_reading_prefix_cache")
+    return params
 
 
 def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
