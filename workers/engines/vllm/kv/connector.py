@@ -60,7 +60,7 @@ class KvBlocks:
         try:
             with foreign_code():
                 file = self._folder.file(job.kv_id, self._shard)
-                file.parent.mkdir(exist_ok=True)
+                file.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = file.with_suffix(".tmp")
                 save_file({name: self._read(cache, job.block_ids) for name, cache in self._caches.items()}, unfinished)
                 unfinished.replace(file)
