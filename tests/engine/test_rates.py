@@ -180,6 +180,19 @@ def test_kv_use_counts_the_blocks_of_running_requests(moe: RunningEngine) -> Non
     assert (moe.engine.stats.running, moe.engine.stats.waiting, moe.engine.stats.kv_cache_use) == (0, 0, 0.0)
 
 
+def test_a_step_that_only_computes_a_part_of_a_prompt_is_progress(moe: RunningEngine) -> None:
+    """An engine that takes many steps for one long prompt yields each of them: it is not hung."""
+
+    async def run() -> int:
+        await moe.add(request_of_of_stats(25, 500, 1))
+        num_empty = 0
+        while not await anext(moe._steps):
+            num_empty += 1
+        return num_empty
+
+    assert moe.call(run())
+
+
 def test_preemptions_are_counted(moe: RunningEngine, preemptions: list[str]) -> None:
     """If the requests do not fit together, the count of preemptions equals the engine core's reports."""
     before = moe.engine.stats.preemptions

@@ -108,8 +108,9 @@ class RunningEngine:
         return key
 
     async def next(self) -> Sequence[RequestStep]:
-        """Return the output of the next engine step."""
-        steps = split(await anext(self._steps))
+        """Return the output of the next engine step with output."""
+        while not (steps := split(await anext(self._steps))):
+            continue
         for step in steps:
             if step.finish_reason is None:
                 self._open.add(step.key)

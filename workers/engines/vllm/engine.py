@@ -196,12 +196,14 @@ class VllmEngine:
     async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
         """Yield the output of each engine step, until the engine is closed. Call this once.
 
+        A step that only computes a part of a prompt has no output, and is yielded as progress.
+
         Raises:
             EngineDead: the engine died; every open request is lost.
         """
         while not self._is_closed:
             steps = await self._next_steps()
-            if steps:
+            if steps or (self._feed is not None and self._feed.meter.has_moved):
                 yield steps
 
     async def pause(self) -> None:

@@ -55,6 +55,9 @@ class LoadMeter:
     def __init__(self) -> None:
         self._replicas: dict[int, _Replica] = {}
         self._has_stats = False
+        self.has_moved = False
+        """True if the last report has another state of its scheduler than the one before: an engine that hangs reports
+        none, or always the same."""
         self._preemptions = self._queries = self._hits = 0
         self.prefix_age: PrefixAge | None = None
         """Counts the computed tokens; None: it is unknown which prefixes were evicted."""
@@ -77,9 +80,10 @@ class LoadMeter:
         stats = outputs.scheduler_stats
         if stats is not None:
             self._has_stats = True
-            replica.running = stats.num_running_reqs
-            replica.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-            replica.kv_cache_use = stats.kv_cache_usage
+            waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            state = stats.num_running_reqs, waiting, stats.kv_cache_usage
+            self.has_moved = state != (replica.running, replica.waiting, replica.kv_cache_use)
+            replica.running, replica.waiting, replica.kv_cache_use = state
             self._queries += stats.prefix_cache_stats.queries
             self._hits += stats.prefix_cache_stats.hits
 
