@@ -258,7 +258,7 @@ def line_of_of_parquet_results(prompt: PromptLine) -> dict[str, object]:
 
 def write(path: Path, *lines: Any) -> set[int]:
     """Write lines in one run. Return the prompts that were finished before."""
-    with parquet_results(path) as part, open_results(part, None) as results:
+    with parquet_results(path, None) as results:
         for line in lines:
             results.append({**line})
         return set(results.finished)
@@ -299,16 +299,31 @@ def test_a_run_continues_a_parquet_output(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_run_continues_a_parquet_output_with_an_npz(tmp_path: Path) -> None:
+    """Arrays of experts in an `.npz` have only a key in the parquet file, which the next run reads."""
+    path, rows_path = tmp_path / "out.parquet", tmp_path / "out.npz"
+    for prompt in PROMPTS[:2]:
+        with parquet_results(path, rows_path) as results:
+            results.append(line_of(prompt, results))
+
+    routed = [row["routed_experts"] for row in parquet.read_table(path).to_pylist()]
+    assert [(each["key"], each["data"]) for each in routed] == [("0", None), ("1", None)]
+    assert sorted(np.load(rows_path)) == ["0", "1"]
+
+
 @pytest.mark.proves("P30")
 def test_a_crash_loses_no_line(tmp_path: Path) -> None:
-    """The lines of a run that was killed are finished in the next run, up to the line that was torn."""
-    path = tmp_path / "out.parquet"
-    with pytest.raises(TypeError):
-        write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[0]), None)
+    """After a full disk or a kill, the next run uses the lines up to the torn one. One run at a time writes them."""
+    path, part = tmp_path / "out.parquet", tmp_path / "out.parquet.part.jsonl"
+    with pytest.raises(OSError, match="full"), parquet_results(path, None) as results:
+        results.append(line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[0]))
+        with part.open("ab") as file:
+            file.write(b'{"index":1,"fing')
+        with pytest.raises(CommandFailed, match="another process is writing"):
+            write(path)
+        assert not path.exists()
+        raise OSError("full")
     assert parquet.read_table(path).num_rows == 1
-    part = tmp_path / "out.parquet.part.jsonl"
-    with part.open("ab") as file:
-        file.write(b'{"index":1,"fing')
 
     assert write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[1])) == {0}
     assert parquet.read_table(path)["index"].to_pylist() == [0, 1]

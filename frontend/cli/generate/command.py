@@ -15,7 +15,7 @@ from ..app import run_async
 from ..console import note, print_result, size
 from ..exits import CommandFailed, ExitCode, WrongUsage, cause_of
 from .inputs import open_input
-from .results import ResultsFile, open_results, parquet_results
+from .results import open_results, parquet_results
 from .rows import Defaults, check_input
 from .run import FirstRun, GenerateBar, GenerateRun, read_first_run, write_first_run
 
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         revision = first.revision if first and first.options.get("--input") == args.input else None
         source = open_input(args.input, subset=args.subset, split=args.split, revision=revision, streams=args.stream)
         source.check_not_empty()
-        results = stack.enter_context(_open_output(args.output, rows_path))
+        opened = parquet_results if args.output.suffix == ".parquet" else open_results
+        results = stack.enter_context(opened(args.output, rows_path))
         bar.show("checking the prompts")
         first = first if results.finished else None
         changes = first.changes(options) if first else ""
@@ -100,17 +101,6 @@ def _check_paths(args: argparse.Namespace) -> Path | None:
         if path is not None and path.exists() and source.exists() and path.samefile(source):
             raise WrongUsage("--input and --output are the same file")
     return rows_path
-
-
-@contextmanager
-def _open_output(path: Path, rows_path: Path | None) -> Iterator[ResultsFile]:
-    """Open the results as lines of JSON, which become parquet at the end if the name says so."""
-    if path.suffix != ".parquet":
-        with open_results(path, rows_path) as results:
-            yield results
-        return
-    with parquet_results(path) as lines, open_results(lines, rows_path) as results:
-        yield results
 
 
 def _check_disk(output: Path, num_prompts: int) -> None:

@@ -53,8 +53,8 @@ BATCH_BYTES = 64 * 1024 * 1024
 
 
 @contextmanager
-def parquet_results(path: Path) -> Iterator[Path]:
-    """Yield the path of the file of lines that becomes the parquet file at the end.
+def parquet_results(path: Path, rows_path: Path | None) -> Iterator["ResultsFile"]:
+    """Open the results of an input, as `open_results` does. Their lines become the parquet file at the end.
 
     Raises:
         CommandFailed: pyarrow is missing, or the file at `path` is not one of results.
@@ -63,12 +63,13 @@ def parquet_results(path: Path) -> Iterator[Path]:
     lines = path.with_name(path.name + ".part.jsonl")
     if path.exists() and not lines.exists():
         _restore(parquet, path, lines)
-    is_complete = False
-    try:
-        yield lines
-        is_complete = True
-    finally:
-        if lines.exists():
+    # Without the lock of the lines, another run may write them.
+    with open_results(lines, rows_path) as results:
+        is_complete = False
+        try:
+            yield results
+            is_complete = True
+        finally:
             has_errors = _convert(parquet, lines, path)
             if is_complete and not has_errors:
                 lines.unlink()
@@ -90,6 +91,8 @@ def _batches(lines: Path) -> Iterator[list[JsonObject]]:
     num_bytes = 0
     with lines.open("rb") as file:
         for raw in file:
+            if not raw.endswith(b"\n"):
+                break  # a full disk has torn it
             batch.append(_to_columns(msgspec.json.decode(raw)))
             num_bytes += len(raw)
             if num_bytes >= BATCH_BYTES:
@@ -106,7 +109,7 @@ def _to_columns(line: JsonObject) -> JsonObject:
             line[name] = msgspec.json.encode(line[name]).decode()
     for sample in (line, *line.get("siblings", ())):
         routed = sample.get("routed_experts")
-        if routed is not None and "data" in routed:
+        if routed is not None and routed.get("data") is not None:
             routed["data"] = base64.b64decode(routed["data"])
     return line
 
