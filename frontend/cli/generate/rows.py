@@ -130,7 +130,7 @@ def read_row(index: int, row: Mapping[str, object], defaults: Defaults) -> Promp
     kept: Mapping[str, object] | None = row
     if {"custom_id", "body"} <= row.keys() <= BATCH_FIELDS:
         request_id = row["custom_id"]
-        name, fields = _read_batch(row)
+        name, fields = _read_batch(row, defaults.sampling)
         value = fields.pop(name)
     else:
         name = _prompt_name(row, defaults.prompt_field)
@@ -227,7 +227,7 @@ def _read_tools(tools: object) -> Messages | None:
     raise InvalidRequest("tools", f"is {describe(tools)}", "a list of objects")
 
 
-def _read_batch(row: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+def _read_batch(row: Mapping[str, object], options: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """Return the name of the prompt in the body of a line of OpenAI's batch API, and the body with our names."""
     body = row["body"]
     if not isinstance(body, Mapping):
@@ -240,8 +240,8 @@ def _read_batch(row: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     if name not in fields:
         raise InvalidRequest(f"body.{name}", "is missing", f"the prompt, for {url}")
     if name == "messages":
-        # As over HTTP: without a limit, the rest of the model's context.
-        longest = fields.pop("max_completion_tokens", None)
+        # As over HTTP: without a limit, also as an option, the rest of the model's context.
+        longest = fields.pop("max_completion_tokens", options.get("max_tokens"))
         fields.setdefault("max_tokens", longest)
         if isinstance(fields.get("logprobs"), bool):
             top = fields.pop("top_logprobs", 0)
