@@ -347,6 +347,8 @@ def common_options() -> CliParser:
 
 
 def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse.Namespace) -> ExitCode:
+    from .tables import printable
+
     code = exit_code_of(cause)
     if args.log_format == "json":
         logger.error("command.failed error=%s exit_code=%d", cause, code, exc_info=raised if args.verbose else None)
@@ -357,7 +359,8 @@ def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse
     # Its cause is a `NoWorkers` if the text says more, for example that a version is stored.
     if isinstance(cause, NoWorkers) and not isinstance(cause.__cause__, NoWorkers):
         text = _with_fleets(text, args)
-    note(f"rollbus: {text}")
+    # The last lines of a worker's log stay lines.
+    note("\n".join(map(printable, f"rollbus: {text}".split("\n"))))
     if not args.verbose and not isinstance(raised, PermissionDenied):
         for more in getattr(raised, "__notes__", ()):
             note(more)

@@ -69,9 +69,9 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return text in lines of at most `width` columns, broken only between words."""
+    """Return `printable` text in lines of at most `width` columns, broken only between words."""
     lines = [""]
-    for word in text.split(" "):
+    for word in printable(text).split(" "):
         longer = f"{lines[-1]} {word}" if lines[-1] else word
         if lines[-1] and cell_len(longer) > width:
             lines.append(word)

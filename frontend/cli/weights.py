@@ -25,7 +25,7 @@ from .console import note, print_json, size, waiting, write
 from .control import AckCounter, show_result
 from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_result
 from .options import check_known_model, connect, refuse_options
-from .tables import NONE, print_table, print_text
+from .tables import NONE, print_table, print_text, printable
 
 COLUMNS = ("version", "kind", "anchor", "delta", "recorded", "workers", "objects")
 
@@ -171,7 +171,7 @@ async def publish(args: argparse.Namespace) -> int:
                 _show_published(args, published)
                 return ExitCode.OK if published.ledger is None else exit_code_of_result(published.ledger)
     show_result(args, incomplete.ledger)
-    note(f"rollbus: version {args.version} is stored. {incomplete}")
+    note(f"rollbus: version {args.version} is stored. {printable(str(incomplete))}")
     return exit_code_of_result(incomplete.ledger)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollbus import __version__
+from rollbus.frontend.cli import arguments
 from rollbus.frontend.cli.app import build_parser, main
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of, exit_code_of
 from rollbus.schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
@@ -351,6 +352,19 @@ sys.exit(app.main(["status"]))
 def test_errors_have_their_exit_codes(error: CommandFailed | OSError, code: ExitCode) -> None:
     """Each kind of error ends a command with its own exit code."""
     assert exit_code_of(error) == code
+
+
+def test_an_error_cannot_control_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control characters in the words of a worker are shown as text. Its lines stay lines."""
+
+    def run(_args: object) -> int:
+        raise CommandFailed("its last lines:\n  \x1b[2J\x9b")
+
+    monkeypatch.setitem(arguments.COMMANDS, "status", arguments.COMMANDS["status"]._replace(run=run))
+    assert main(["status"]) == ExitCode.FAILED
+    assert capsys.readouterr().err == "rollbus: its last lines:\n  \\x1b[2J\\x9b\n"
 
 
 def test_the_cause_is_shown_before_its_consequences() -> None:

@@ -402,8 +402,8 @@ def test_a_run_is_summed_up_in_one_line() -> None:
         "5 of 5 prompts done; model m; 80 tokens in 0.5 s; "
         "requests complete: 50 % after 0.2 s, 90 % after 0.3 s, 99 % after 0.4 s, 100 % after 0.4 s: o"
     )
-    failed = {"resumed": 2, "done": 2, "failed": 2, "first_error": "line 4: no token", "retryable": 1, "seconds_to": {}}
+    failed = {"resumed": 2, "done": 2, "failed": 2, "first_error": "line 4: \x1b[2J", "retryable": 1, "seconds_to": {}}
     assert describe({**report, **failed, "models": ["m", "n"], "npz": "o.npz"}) == (
-        "2 of 5 prompts done, 2 were done in earlier runs, 2 failed (the first, line 4: no token), "
+        "2 of 5 prompts done, 2 were done in earlier runs, 2 failed (the first, line 4: \\x1b[2J), "
         "run again to retry 1 of them; models m, n; 80 tokens in 0.5 s: o, o.npz"
     )

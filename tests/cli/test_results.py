@@ -1,5 +1,6 @@
 import base64
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -315,14 +316,14 @@ def test_a_run_continues_a_parquet_output_with_an_npz(tmp_path: Path) -> None:
 def test_a_crash_loses_no_line(tmp_path: Path) -> None:
     """After a full disk or a kill, the next run uses the lines up to the torn one. One run at a time writes them."""
     path, part = tmp_path / "out.parquet", tmp_path / "out.parquet.part.jsonl"
-    with pytest.raises(OSError, match="full"), parquet_results(path, None) as results:
+    with suppress(ZeroDivisionError), parquet_results(path, None) as results:
         results.append(line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[0]))
         with part.open("ab") as file:
             file.write(b'{"index":1,"fing')
         with pytest.raises(CommandFailed, match="another process is writing"):
             write(path)
         assert not path.exists()
-        raise OSError("full")
+        raise ZeroDivisionError
     assert parquet.read_table(path).num_rows == 1
 
     assert write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[1])) == {0}

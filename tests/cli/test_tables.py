@@ -18,7 +18,7 @@ from rollbus.frontend.cli.console import write
 from rollbus.frontend.cli.control import show_result
 from rollbus.frontend.cli.doctor.machine import fail, ok
 from rollbus.frontend.cli.doctor.server import show_findings
-from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text
+from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text, wrapped
 from rollbus.frontend.cli.watch.experts import VERSION_COLUMNS
 from rollbus.frontend.cli.watch.status import (
     DESIRED_COLUMNS,
@@ -219,10 +219,10 @@ def test_columns_that_do_not_fit_stand_below_their_row() -> None:
 @pytest.mark.parametrize("width", [20, 80])
 def test_a_peer_cannot_move_the_cursor(width: int) -> None:
     """Control characters in a worker's texts are shown as escapes and not executed. A line break ends no row."""
-    shown = table_text(("last error",), [["\x1b[2Jgone\r\nw9 serving\u202e\x9b1m [bold]"]], width)
-
-    assert r"\x1b[2Jgone\r\nw9" in shown
-    assert r"serving\u202e\x9b1m [bold]" in " ".join(shown.split())
+    text = "\x1b[2Jgone\r\nw9 serving\u202e\x9b1m [bold]"
+    for shown in (table_text(("last error",), [[text]], width), "\n".join(wrapped(text, width))):
+        assert r"\x1b[2Jgone\r\nw9" in shown
+        assert r"serving\u202e\x9b1m [bold]" in " ".join(shown.split())
 
 
 @given(st.lists(st.lists(st.text("ab模 -0", max_size=50), min_size=3, max_size=3), max_size=4), st.integers(40, 120))

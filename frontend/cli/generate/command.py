@@ -14,6 +14,7 @@ from ....schemas.options import check_writable
 from ..app import run_async
 from ..console import note, print_result, size
 from ..exits import CommandFailed, ExitCode, WrongUsage, cause_of
+from ..tables import printable
 from .inputs import open_input
 from .results import open_results, parquet_results
 from .rows import Defaults, check_input
@@ -160,7 +161,7 @@ def describe(report: Mapping[str, Any]) -> str:
     if report["resumed"]:
         text += f", {report['resumed']:,} were done in earlier runs"
     if report["failed"]:
-        text += f", {report['failed']:,} failed (the first, {report['first_error']})"
+        text += f", {report['failed']:,} failed (the first, {printable(report['first_error'])})"
     if report["retryable"]:
         text += f", run again to retry {report['retryable']:,} of them"
     if report["models"]:

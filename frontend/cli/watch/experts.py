@@ -20,7 +20,7 @@ from ....schemas.decoding import JsonObject
 from ..console import note, print_json, write
 from ..exits import CommandFailed, ExitCode
 from ..options import check_drawable, connect, refuse_options
-from ..tables import print_table, print_text
+from ..tables import print_table, print_text, printable
 
 
 def answers_as_json(answers: ExpertAnswers) -> JsonObject:
@@ -187,7 +187,7 @@ async def run(args: argparse.Namespace) -> int:
     if window is None:
         raise CommandFailed(f"no worker of {answers.model} has counted experts: {named}")
     if left_out:
-        note(f"rollbus: not counted: {named}")
+        note(f"rollbus: not counted: {printable(named)}")
         return ExitCode.PARTIAL
     return ExitCode.OK
 

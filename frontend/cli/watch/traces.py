@@ -48,7 +48,7 @@ the events of all timelines."""
 
 def trace_lines(trace: RequestTrace, width: int) -> list[str]:
     """Return the tables of a trace that has a timeline."""
-    clients = ", ".join(dict.fromkeys(printable(timeline.client) for timeline in trace.timelines))
+    clients = ", ".join(dict.fromkeys(timeline.client for timeline in trace.timelines))
     models = ", ".join(dict.fromkeys(map(_model, trace.timelines)))
     return [
         *wrapped(f"request {trace.request_id} of client {clients} to {models}", width),
@@ -133,8 +133,8 @@ def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
 
 
 def _model(timeline: WorkerTimeline) -> str:
-    adapter = "" if timeline.lora is None else f" with adapter {printable(timeline.lora)}"
-    return f"model {printable(timeline.model)}{adapter}"
+    adapter = "" if timeline.lora is None else f" with adapter {timeline.lora}"
+    return f"model {timeline.model}{adapter}"
 
 
 def _find(timeline: WorkerTimeline, name: str) -> TimelineEvent | None:
@@ -234,7 +234,7 @@ def list_notes(show: RequestKind, found: RequestList, width: int) -> list[str]:
     number = len(found.timelines)
     of = f"{number} of {number + found.left_out}" if found.left_out else f"{number}" if number else "no"
     workers = f"at {found.workers_answered} worker{'s' * (found.workers_answered != 1)}"
-    lines = [f"{of} request{'s' * (number != 1)} {workers}: {_TITLES[show]}", *map(printable, silent_lines(found))]
+    lines = [f"{of} request{'s' * (number != 1)} {workers}: {_TITLES[show]}", *silent_lines(found)]
     return [part for line in lines for part in wrapped(line, width)]
 
 
@@ -282,7 +282,7 @@ class Browser:
 
     def draw(self, width: int, height: int) -> Text:
         """Return the text for a terminal of this size."""
-        problem = wrapped(printable(self.problem), width) if self.problem else []
+        problem = wrapped(self.problem, width) if self.problem else []
         if self.opened is not None:
             lines = [f"request {printable(self.opened)}"] if self.trace is None else trace_lines(self.trace, width)
             return self.page.draw(map(Text, lines), width, height, map(Text, problem))

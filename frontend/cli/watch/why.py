@@ -54,7 +54,7 @@ def cause_lines(causes: list[Cause], width: int) -> Iterator[str]:
     for each in causes:
         seconds = "" if each.seconds is None else f", for {each.seconds:,.0f} s"
         text = f"{each.of}: {each.cause}{seconds}{f', by {each.by}' if each.by else ''}"
-        yield from wrapped(printable(text), width)
+        yield from wrapped(text, width)
         yield f"  -> {printable(each.next)}"
 
 
@@ -150,7 +150,7 @@ async def run(args: argparse.Namespace) -> int:
     else:
         width = shutil.get_terminal_size().columns
         lines = [*_summary(state, running, is_blocked=bool(causes)), *([unknown] if unknown and state.workers else [])]
-        parts = [part for line in lines for part in wrapped(printable(line), width)]
+        parts = [part for line in lines for part in wrapped(line, width)]
         write("\n".join([*parts, *([""] if causes else []), *cause_lines(causes, width)]))
     if not state.workers:
         if args.model is None:
