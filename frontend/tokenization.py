@@ -126,6 +126,18 @@ class Tokenizer:
         """Finds those of `added_texts` whose tokens are special."""
         return _any_of(text for text, token_id in self.added_texts.items() if token_id in self.special_ids)
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """True if the chat template writes the text parts of a content, which it may put together in its own way.
+
+        Other templates fail, or write the list as Python or JSON does, with two backslashes.
+        """
+        probe = "a\\b"
+        try:
+            return probe in self.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": probe}]}])
+        except InvalidRequest:
+            return False
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with the special tokens that the model expects around a prompt."""
         # `verbose=True` warns about long texts. The length is checked against the engine's limit elsewhere.

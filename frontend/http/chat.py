@@ -22,6 +22,7 @@ from .service import HttpRoute, RouteTable, Service
 
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Types of content parts with their text in the field `text`."""
+INSTRUCTIONS: Final = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,11 @@ async def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
 
 
 def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
-    adds = chat.add_generation_prompt
+    adds, given = chat.add_generation_prompt, chat.messages
+    takes_parts = any(isinstance(message.get("content"), list) for message in given) and tokenizer.takes_parts
+    messages = [template_message(f"messages[{at}]", each, takes_parts=takes_parts) for at, each in enumerate(given)]
     text = tokenizer.apply_chat_template(
-        [template_message(f"messages[{index}]", message) for index, message in enumerate(chat.messages)],
+        messages if "developer" in str(tokenizer.wrapped.chat_template) else _without_developers(messages),
         add_generation_prompt=not chat.continue_final_message if adds is None else adds,
         continue_final_message=chat.continue_final_message,
         tools=chat.tools,
@@ -74,15 +77,28 @@ def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
 
 
-def template_message(field: str, given: Mapping[str, Any]) -> JsonObject:
+def _without_developers(messages: list[JsonObject]) -> list[JsonObject]:
+    """Return messages for a template that omits developers: as in vLLM, all instructions become one system message."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    told = [_joined(message["content"]) for message in messages if message["role"] in INSTRUCTIONS]
+    others = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    return [{"role": "system", "content": "\n\n".join(filter(None, told))}, *others]
+
+
+def template_message(field: str, given: Mapping[str, Any], *, takes_parts: bool = False) -> JsonObject:
     """Return a message in the form that templates expect.
 
     Fields unknown to vLLM, such as `annotations`, are omitted, as in vLLM.
+
+    Args:
+        takes_parts: the template takes text parts. False: they are joined by line ends, as those of tools always are.
     """
     role = given.get("role")
     if not isinstance(role, str):
         raise InvalidRequest(f"{field}.role", "is not text", "system, user, assistant or tool")
-    message: JsonObject = {"role": role, "content": _content(f"{field}.content", given.get("content"))}
+    content = _content(f"{field}.content", given.get("content"))
+    message: JsonObject = {"role": role, "content": content if takes_parts and role != "tool" else _joined(content)}
     if isinstance(given.get("name"), str):
         message["name"] = given["name"]
     if role == "tool" and "tool_call_id" in given:
@@ -90,21 +106,27 @@ def template_message(field: str, given: Mapping[str, Any]) -> JsonObject:
     if role == "assistant":
         if given.get("tool_calls"):
             message["tool_calls"] = _tool_calls(f"{field}.tool_calls", given["tool_calls"])
-        reasoning = given.get("reasoning", given.get("reasoning_content"))
+        reasoning = given.get("reasoning")
+        if reasoning is None:
+            reasoning = given.get("reasoning_content")
         if reasoning is not None:
             # Templates use either name.
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return message
 
 
-def _content(field: str, content: object) -> str:
+def _joined(content: str | list[JsonObject]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _content(field: str, content: object) -> str | list[JsonObject]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(field, "is neither text nor a list", "text, or a list of text parts")
-    return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
+    return [{"type": "text", "text": _part(f"{field}[{index}]", part)} for index, part in enumerate(content)]
 
 
 def _part(field: str, part: object) -> str:

@@ -435,7 +435,7 @@ async def test_unknown_models_and_missing_tokenizers_are_refused(
 async def test_messages_are_normalised_as_in_vllm() -> None:
     """As in vLLM, text parts are joined by line breaks and call arguments become objects.
 
-    A missing content is empty.
+    A missing content is empty. If the template knows no developer, all instructions are one system message.
     """
     parts = [{"type": "text", "text": "t"}, "h", {"type": "input_text", "text": "e"}]
     calls = [
@@ -448,6 +448,23 @@ async def test_messages_are_normalised_as_in_vllm() -> None:
         == '<assistant>[{"x": 7}][{}][{}][{}][{"x": 8}]<|end|><assistant>'
     )
     assert await chat_text(messages=[{"role": "tool"}], add_generation_prompt=False) == "<tool><|end|>"
+    told = [{"role": role, "content": role[:3]} for role in ("system", "user", "developer")]
+    assert await chat_text(messages=told, add_generation_prompt=False) == "<system>sys\n\ndev<|end|><user>use<|end|>"
+
+
+async def test_a_template_gets_the_text_parts_that_it_takes(tmp_path: Path) -> None:
+    """Templates such as that of GLM put text parts together themselves, as in vLLM, except those of tools."""
+    taken = "{% for part in m.content %}{{ part.text or part }}{% endfor %}"
+    texts = []
+    for number, shown in enumerate((taken, "{{ m.content }}", "{{ m.content + '' }}")):
+        template = "{% for m in messages %}<{{ m.role }}>" + shown + "{% endfor %}"
+        (tmp_path / str(number)).mkdir()
+        tokenizer = load_tokenizer(save(make_byte_level(), tmp_path / str(number), chat_template=template))
+        parts = [{"type": "text", "text": "a"}, "b"]
+        messages = [{"role": role, "content": parts} for role in ("user", "tool", "developer")]
+        texts.append(tokenizer.decode(await encode_chat(tokenizer, Chat(messages=messages))))
+
+    assert texts == ["<system>a\nb<user>ab<tool>a\nb", *["<system>a\nb<user>a\nb<tool>a\nb"] * 2]
 
 
 @pytest.mark.parametrize(
