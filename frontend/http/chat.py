@@ -23,6 +23,8 @@ from .service import HttpRoute, RouteTable, Service
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Types of content parts with their text in the field `text`."""
 INSTRUCTIONS: Final = ("system", "developer")
+FUNCTION_FIELDS: Final = ("name", "description", "parameters")
+"""Fields of a tool that vLLM passes to templates even if they are null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +163,20 @@ def _arguments(given: object) -> JsonObject:
     return given if isinstance(given, dict) else {}
 
 
+def template_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[JsonObject] | None:
+    """Return tools in the format in which vLLM passes them to chat templates; None: there are none."""
+    shown = []
+    for index, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise InvalidRequest(f"tools[{index}].function", "is not an object", '{"name": ..., "parameters": {...}}')
+        fields = {name: function.get(name) for name in FUNCTION_FIELDS}
+        if function.get("strict") is not None:
+            fields["strict"] = function["strict"]
+        shown.append({"type": "function", "function": fields})
+    return shown or None
+
+
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A text as `prompt`, or a chat as `messages`. The fields after `return_token_strs` are for chats only."""
 
@@ -244,7 +260,7 @@ def _chat(body: TokenizeBody) -> Chat | None:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens is True,
-        tools=body.tools,
+        tools=template_tools(body.tools),
         chat_template_kwargs=body.chat_template_kwargs,
     )
 

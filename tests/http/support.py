@@ -152,7 +152,7 @@ ADDED = "<tool▁call>"
 """An added token that is not special, with a character that byte-level vocabularies do not contain."""
 CHAT_TEMPLATE = (
     "{% if messages[0].role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
-    "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
+    "{% for tool in tools or [] %}({{ tool.function.name }}{{ tool.function.x }}){% endfor %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
     "{% for call in message.tool_calls or [] %}[{{ call.function.arguments | tojson }}]{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ opening }}{% endif %}"

@@ -14,6 +14,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from rollbus.frontend.cli.commands.machine import host_name
+from rollbus.frontend.cli.local.http import settings_of
 from rollbus.frontend.http import Settings, page
 from rollbus.frontend.http.access import check_media_type, check_origin
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
@@ -212,6 +213,7 @@ def test_an_allowed_host_must_be_a_host_name(name: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a host name"):
         host_name(name)
     assert host_name("Fleet.example.com") == "fleet.example.com"
+    assert settings_of(argparse.Namespace(allowed_host=[]), "MyHost").allowed_hosts == {"myhost"}
 
 
 async def test_an_upgrade_request_gets_a_normal_response(serve: Serve) -> None:

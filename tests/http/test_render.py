@@ -54,6 +54,9 @@ async def test_a_rendered_request_generates_the_same_tokens(talk: Talk) -> None:
         both = await post(http, f"{COMPLETIONS}/render", {"prompt": ["a", "b"], **asked})
         found = [choice["token_ids"] for body in both for choice in (await post(http, GENERATE, body))["choices"]]
         assert found == [choice["token_ids"] for choice in texts["choices"]]
+        tools = {"messages": [USER], "tools": [{"function": {"name": "f", "x": 1}}]}
+        with_tools = await post(http, f"{CHAT}/render", {**tools, "tool_choice": "none"})
+        assert (await post(http, "/tokenize", tools))["tokens"] == with_tools["token_ids"]
         wrong = await http.client.post(f"{CHAT}/render", json={"messages": [USER], "temperature": 3})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
 

@@ -37,7 +37,7 @@ def check_parsers(args: argparse.Namespace) -> None:
 def settings_of(args: argparse.Namespace, host: str) -> Settings:
     """Return the settings that `rollbus frontend` and `rollbus up` have in common."""
     given = {each.name: getattr(args, each.name) for each in fields(Settings) if hasattr(args, each.name)}
-    return replace(settings_from_environment(), allowed_hosts=frozenset({host, *args.allowed_host}), **given)
+    return replace(settings_from_environment(), allowed_hosts=frozenset({host.lower(), *args.allowed_host}), **given)
 
 
 def address(text: str) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from ...tokenization import Tokenizer
 from .. import Settings
 from ..answers import Update
 from ..body import LaxReader
-from ..chat import Chat, encode_chat, encode_text
+from ..chat import Chat, encode_chat, encode_text, template_tools
 from ..errors import invalid, unsupported
 from ..requests import RequestTarget
 from ..sampling import SamplingFields, bus_sampling, check_stream_options, count_samples, given_fields, sampling_names
@@ -28,8 +28,6 @@ TOKENS: Final = ("nvext.token_data", "tokens")
 """Fields with the token ids of a prompt."""
 MAX_PROMPTS: Final = 256
 """Maximum prompts in one body. Each prompt becomes a separate request to the fleet."""
-FUNCTION_FIELDS: Final = ("name", "description", "parameters")
-"""Fields of a tool that vLLM passes to templates even if they are null."""
 TokenizerLoader = Callable[[], Awaitable[Tokenizer]]
 """Loads the model's tokenizer. Prompts of token ids do not need it."""
 
@@ -169,16 +167,7 @@ def count_choices(body: ChatBody | CompletionBody) -> int:
 
 def chat_tools(body: ChatBody) -> list[JsonObject] | None:
     """Return the tools in the format in which vLLM passes them to chat templates."""
-    if not body.tools:
-        return None
-    shown = []
-    for tool in body.tools:
-        function = tool["function"]
-        fields = {name: function.get(name) for name in FUNCTION_FIELDS}
-        if function.get("strict") is not None:
-            fields["strict"] = function["strict"]
-        shown.append({"type": "function", "function": fields})
-    return shown
+    return template_tools(body.tools)
 
 
 def template_variables(body: ChatBody) -> JsonObject:
