@@ -63,6 +63,8 @@ async def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
         return await asyncio.to_thread(_encode_chat, tokenizer, chat)
     except TokenizerUnavailable as exc:
         raise HttpError(501, str(exc), code="no_chat_template") from exc
+    except RecursionError:
+        raise InvalidRequest("messages", "are nested too deeply", "fewer levels") from None
 
 
 def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -477,6 +478,7 @@ async def test_a_template_gets_the_text_parts_that_it_takes(tmp_path: Path) -> N
         ({"role": {}}, "messages[0].role"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[0].tool_calls[0]"),
+        ({"role": "user", "x": reduce(lambda inner, _: [inner], range(5000), [])}, "messages"),
     ],
 )
 async def test_invalid_messages_are_refused_with_their_position(message: dict[str, Any], field: str) -> None:
