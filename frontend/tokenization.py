@@ -65,6 +65,8 @@ others.
 TEMPLATE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors, besides jinja2's own, that a chat template raises for messages that its author did not expect."""
 
+INSTRUCTIONS: Final = ("system", "developer")
+"""Roles of messages that instruct the model."""
 DATE: Final = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 """Finds where a chat template writes the time, with its format."""
 
@@ -199,6 +201,8 @@ class Tokenizer:
         except ImportError:
             raise TokenizerUnavailable("a chat template needs the package jinja2: pip install jinja2") from None
         try:
+            if "developer" not in str(template):
+                messages = _without_developers(messages)
             return self.wrapped.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
@@ -211,6 +215,20 @@ class Tokenizer:
             raise InvalidRequest(
                 "messages", f"cannot be rendered: {exc}", "messages that the model's chat template accepts"
             ) from exc
+
+
+def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a message's content, whose parts are joined by line ends."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _without_developers(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return messages for a template that omits developers: as in vLLM, all instructions become one system message."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    told = [joined(message["content"]) for message in messages if message["role"] in INSTRUCTIONS]
+    others = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    return [{"role": "system", "content": "\n\n".join(filter(None, told))}, *others]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

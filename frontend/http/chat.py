@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ...schemas import limits
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import InvalidRequest
-from ..tokenization import SHORT_TEXT, Tokenizer, TokenizerUnavailable
+from ..tokenization import SHORT_TEXT, Tokenizer, TokenizerUnavailable, joined
 from .body import decode_body, read_body
 from .calls import json_response
 from .errors import HttpError
@@ -22,7 +22,6 @@ from .service import HttpRoute, RouteTable, Service
 
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Types of content parts with their text in the field `text`."""
-INSTRUCTIONS: Final = ("system", "developer")
 FUNCTION_FIELDS: Final = ("name", "description", "parameters")
 """Fields of a tool that vLLM passes to templates even if they are null."""
 
@@ -72,22 +71,13 @@ def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     takes_parts = any(isinstance(message.get("content"), list) for message in given) and tokenizer.takes_parts
     messages = [template_message(f"messages[{at}]", each, takes_parts=takes_parts) for at, each in enumerate(given)]
     text = tokenizer.apply_chat_template(
-        messages if "developer" in str(tokenizer.wrapped.chat_template) else _without_developers(messages),
+        messages,
         add_generation_prompt=not chat.continue_final_message if adds is None else adds,
         continue_final_message=chat.continue_final_message,
         tools=chat.tools,
         chat_template_kwargs=chat.chat_template_kwargs,
     )
     return tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-
-
-def _without_developers(messages: list[JsonObject]) -> list[JsonObject]:
-    """Return messages for a template that omits developers: as in vLLM, all instructions become one system message."""
-    if not any(message["role"] == "developer" for message in messages):
-        return messages
-    told = [_joined(message["content"]) for message in messages if message["role"] in INSTRUCTIONS]
-    others = [message for message in messages if message["role"] not in INSTRUCTIONS]
-    return [{"role": "system", "content": "\n\n".join(filter(None, told))}, *others]
 
 
 def template_message(field: str, given: Mapping[str, Any], *, takes_parts: bool = False) -> JsonObject:
@@ -102,7 +92,7 @@ def template_message(field: str, given: Mapping[str, Any], *, takes_parts: bool 
     if not isinstance(role, str):
         raise InvalidRequest(f"{field}.role", "is not text", "system, user, assistant or tool")
     content = _content(f"{field}.content", given.get("content"))
-    message: JsonObject = {"role": role, "content": content if takes_parts and role != "tool" else _joined(content)}
+    message: JsonObject = {"role": role, "content": content if takes_parts and role != "tool" else joined(content)}
     if isinstance(given.get("name"), str):
         message["name"] = given["name"]
     if role == "tool" and "tool_call_id" in given:
@@ -117,10 +107,6 @@ def template_message(field: str, given: Mapping[str, Any], *, takes_parts: bool 
             # Templates use either name.
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return message
-
-
-def _joined(content: str | list[JsonObject]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _content(field: str, content: object) -> str | list[JsonObject]:
