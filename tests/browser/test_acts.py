@@ -35,7 +35,7 @@ DISABLED = each("[data-testid=act-pause], [data-testid=act-drain]", "one.disable
 @asynccontextmanager
 async def two_workers(nats_url: str, fleet: str, settings: Settings | None = None) -> AsyncIterator[Http]:
     """Serve a fleet with the workers `w0` and `w1`, which compute each token slowly."""
-    config = SyntheticConfig(step_s=0.02, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.1, max_model_len=10_000_000)
     async with (
         synthetic_worker(nats_url, fleet, config=config, worker_id="w0"),
         synthetic_worker(nats_url, fleet, config=config, worker_id="w1"),
@@ -148,18 +148,24 @@ LISTED = each(
 )
 """The id and state of each listed request, and its worker."""
 LINK = "[data-testid=requests] tr[data-key] a"
-SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
+SLOW = SyntheticConfig(step_s=0.1, max_model_len=10_000_000)
 
 
-@pytest.mark.parametrize("size", [Size(1280, 800), PHONE], ids=["desktop", "phone"])
-async def test_the_request_view_begins_with_a_list(browser: Chrome, nats_url: str, fleet: str, size: Size) -> None:
+async def check_fits(page: Page) -> None:
+    """Check that the page is as wide as a small screen and, at the end, a phone."""
+    for size in (Size(1280, 800), PHONE):
+        await page.resize(size)
+        assert await page.run("return document.documentElement.scrollWidth") <= size.width
+
+
+async def test_the_request_view_begins_with_a_list(browser: Chrome, nats_url: str, fleet: str) -> None:
     """The list has the requests of the worker in the address. A click or Enter opens a trace, a link leads back."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, client="alice") as alice,
         synthetic_worker(nats_url, fleet, worker_id="w0", config=SLOW),
         http_before(nats_url, fleet) as http,
         asyncio.TaskGroup() as tasks,
-        opened(browser, f"{http.url}/#/request?worker=w0", size=size) as page,
+        opened(browser, f"{http.url}/#/request?worker=w0", size=PHONE) as page,
     ):
         await alice.fleet.wait_for_workers()
         with pytest.raises(RequestRejected):
@@ -169,7 +175,7 @@ async def test_the_request_view_begins_with_a_list(browser: Chrome, nats_url: st
             await http.rb.fleet.wait_for_workers(2)
             await page.until(LISTED, [["gsm8k/rollout.7 decode", "w0"]])
             await page.until_text("[data-testid=request-count]", "1 at 1 worker")
-            assert await page.run("return document.documentElement.scrollWidth") <= size.width
+            await check_fits(page)
             await page.run("document.querySelector('[data-testid=show-failed]').focus()")
             await page.press(" ")
             await page.until(LISTED, [["gsm8k/wrong unsupported", "w0"]])
@@ -193,7 +199,7 @@ async def test_the_request_view_begins_with_a_list(browser: Chrome, nats_url: st
             await page.run(f"document.querySelector('{LINK}').focus()")
             await page.press(Keys.ENTER)
             await page.until(EVENTS, lambda found: "first_token" in found)
-            assert await page.run("return document.documentElement.scrollWidth") <= size.width
+            await check_fits(page)
             await alice.fleet.abort(["gsm8k/rollout.7"])
             await stream.reading
 

@@ -1,5 +1,6 @@
 """The fleet view: two workers on the synthetic engine, and many workers that only publish presence."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,6 +20,8 @@ from tests.support.fleet import capabilities, presence
 from tests.support.hand_control import APPLIED, controlled, unless
 
 MANY = 1000
+STEPS = 6
+"""Heights of the table that are scrolled row by row. Then the test goes to the end."""
 MAX_ROWS = 100
 """Maximum number of table rows that are elements at a time. The screen shows fewer than forty rows."""
 
@@ -80,8 +83,10 @@ async def test_a_thousand_workers_are_scrolled_sorted_and_filtered(browser: Chro
         opened(browser, f"{http.url}/", size=Size(1400, 1800)) as page,
     ):
         await page.until_text("[data-testid=tile-workers-value]", "900 of 1,000")
-        seen = {*await _rows_while_scrolling(page)}
-        assert seen == {f"w{i}" for i in range(MANY)}
+        first, last = await _rows_while_scrolling(page, range(STEPS)), await _rows_while_scrolling(page, [10 * MANY])
+        assert (min(first), max(last)) == (2, MANY + 1)
+        assert sorted(first) == [*range(2, max(first) + 1)]
+        assert max(first) > STEPS * len(last) / 2
 
         await page.click("th[data-column=in_flight] button")
         await _scroll(page, 0)
@@ -98,31 +103,30 @@ async def test_a_thousand_workers_are_scrolled_sorted_and_filtered(browser: Chro
 FIRST = "return document.querySelector('[data-testid=workers] tbody tr[data-key]').dataset.key"
 
 
-async def _scroll(page: Page, top: int) -> int:
-    """Scroll the table towards `top` and return the position that it reached."""
-    script = "const all = document.querySelector('.scroller'); all.scrollTop = arguments[0]; return all.scrollTop;"
-    at: int = await page.run(script, top)
-    return at
+async def _scroll(page: Page, heights: float) -> None:
+    """Scroll the table to so many times its height."""
+    script = "const all = document.querySelector('.scroller'); all.scrollTop = arguments[0] * all.clientHeight;"
+    await page.run(script, heights)
 
 
-async def _rows_while_scrolling(page: Page) -> list[str]:
-    """Return the workers of all rows from top to bottom. Check that there are never many elements."""
-    seen: list[str] = []
-    step = await page.run("return document.querySelector('.scroller').clientHeight")
-    top = -1
-    while (now := await _scroll(page, top + 1 if top < 0 else top + step)) != top:
-        top = now
+DRAWN = f"""
+const view = document.querySelector('.scroller').getBoundingClientRect();
+const all = [...document.querySelectorAll('[data-testid=workers] tbody tr[data-key]')];
+const last = all.at(-1);
+if (last.getBoundingClientRect().bottom >= view.bottom - 1 || last.ariaRowIndex == {MANY + 1})
+    return Object.fromEntries(all.map(one => [one.ariaRowIndex, one.dataset.key]));
+"""
+
+
+async def _rows_while_scrolling(page: Page, steps: Iterable[int]) -> dict[int, str]:
+    """Return the workers of the rows that are elements at these heights, by number of the row: never many at once."""
+    seen: dict[int, str] = {}
+    for step in steps:
+        await _scroll(page, step)
         # The browser draws the rows with its next frame.
-        drawn = await page.until(
-            f"const view = document.querySelector('.scroller').getBoundingClientRect();"
-            f"const all = [...document.querySelectorAll('[data-testid=workers] tbody tr[data-key]')];"
-            f"const last = all.at(-1).getBoundingClientRect();"
-            f"return last.bottom >= view.bottom - 1 || all.at(-1).ariaRowIndex == {MANY + 1};"
-        )
-        assert drawn
-        now_shown = list(await page.rows())
-        assert len(now_shown) <= MAX_ROWS
-        seen += now_shown
+        shown = await page.until(DRAWN, bool)
+        assert len(shown) <= MAX_ROWS
+        seen |= {int(row): worker for row, worker in shown.items()}
     return seen
 
 

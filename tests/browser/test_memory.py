@@ -115,7 +115,7 @@ async def test_the_heat_map_keeps_its_last_counts(
     """
     monkeypatch.setattr(experts, "PERIOD_S", 0.2)
     monkeypatch.setattr(experts, "WINDOW_S", 0.0)
-    config = SyntheticConfig(num_layers=3, num_experts=8, top_k=2)
+    config = SyntheticConfig(num_layers=2, num_experts=5, top_k=2)
     async with (
         http_before(nats_url, fleet) as http,
         contextlib.AsyncExitStack() as worker,
