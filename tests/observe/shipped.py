@@ -13,6 +13,7 @@ PROMETHEUS: Final = DEPLOY / "prometheus" / "prometheus.yml"
 ALERTS: Final = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD: Final = DEPLOY / "grafana" / "fleet.json"
 PROVISIONING: Final = DEPLOY / "grafana" / "provisioning"
+LEGEND: Final = re.compile(r"\{\{(\w+)\}\}")
 VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
 
 

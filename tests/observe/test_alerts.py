@@ -7,14 +7,15 @@ from pathlib import Path
 import yaml
 
 from rollbus.schemas.presence import WorkerState
-from tests.observe.exposed import catalogue
-from tests.observe.promql import read
+from tests.observe.exposed import catalogue, labels_read
 from tests.observe.promtool import needs_promtool, promtool, promtool_check_metrics
 from tests.observe.shipped import ALERTS, PROMETHEUS, rules
 
 UNIT_TESTS = Path(__file__).parent / "alerts_test.yml"
 PAGE = Path(__file__).parents[2] / "docs" / "operate" / "observe.md"
 NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
+BLOCKS = {block["name"]: block for block in yaml.safe_load(UNIT_TESTS.read_text())["tests"]}
+"""The unit test of each alert."""
 
 
 @needs_promtool
@@ -51,11 +52,9 @@ def test_each_alert_fires_and_stays_silent(tmp_path: Path) -> None:
 
 def test_each_alert_has_a_unit_test() -> None:
     """Each alert has a test with a time at which no alert fires, and a time at which this alert fires."""
-    blocks = {block["name"]: block["promql_expr_test"] for block in yaml.safe_load(UNIT_TESTS.read_text())["tests"]}
-
-    assert list(blocks) == NAMES
-    for name, checks in blocks.items():
-        expected = [check["exp_samples"] for check in checks if "ALERTS" in check["expr"]]
+    assert list(BLOCKS) == NAMES
+    for name, block in BLOCKS.items():
+        expected = [check["exp_samples"] for check in block["promql_expr_test"] if "ALERTS" in check["expr"]]
         assert [] in expected, name
         assert any(f'alertname="{name}"' in sample["labels"] for samples in expected for sample in samples), name
 
@@ -78,15 +77,22 @@ def test_each_alert_has_a_summary_an_action_and_a_severity() -> None:
 
 
 def test_rules_use_existing_metrics_and_labels(exposition: str) -> None:
-    """Each metric and label of a rule is in the exposition, and so are the labels in the alert's texts."""
+    """Each metric and label of a rule and of its unit test is in the exposition.
+
+    The alert's texts use labels with which it fires in its unit test.
+    """
     known = dict(catalogue(exposition))
     states: set[str] = set()
     for rule in rules():
-        query = read(rule["expr"], known)
-        assert query.labels is not None
+        labels = labels_read(rule["expr"], known)
+        states.update(*(found.split("|") for found in re.findall(r'state=~?"([^"]*)"', rule["expr"])))
         if "record" in rule:
-            known[rule["record"]] = query.labels
-        texts = " ".join(rule.get("annotations", {}).values())
-        assert set(re.findall(r"\$labels\.(\w+)", texts)) <= query.labels, rule["alert"]
-        states.update(*(asked["state"].split("|") for _, asked in query.selectors if "state" in asked))
+            known[rule["record"]] = labels
+            continue
+        block = BLOCKS[rule["alert"]]
+        for given in block["input_series"]:
+            labels_read(given["series"], known)
+        fired = [each["labels"] for check in block["promql_expr_test"] for each in check["exp_samples"]]
+        texts = " ".join(rule["annotations"].values())
+        assert set(re.findall(r"\$labels\.(\w+)", texts)) <= {*re.findall(r"(\w+)=", " ".join(fired))}, rule["alert"]
     assert states <= {*WorkerState}

@@ -18,7 +18,7 @@ from rollbus.frontend.http import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service
 from tests.observe.exposed import worked_metrics
-from tests.observe.shipped import ALERTS, PROMETHEUS, queries, rules
+from tests.observe.shipped import ALERTS, LEGEND, PROMETHEUS, queries, rules
 from tests.support.waits import HANGS_AFTER_S, SOON_S
 
 PERIOD_S = 0.2
@@ -31,12 +31,6 @@ WITHOUT_DATA = {
     "Bytes of a published version B": "nothing is published",
     "Store of published weights A": "nothing is published",
     "Store of published weights B": "nothing is published",
-    "First token at HTTP clients A": "no stream",
-    "First token at HTTP clients B": "no stream",
-    "First token at HTTP clients C": "no stream",
-    "Between tokens at HTTP clients A": "no stream",
-    "Between tokens at HTTP clients B": "no stream",
-    "Between tokens at HTTP clients C": "no stream",
     "Open generations B": "nothing has waited in the service",
     "annotation New weights": "no update",
 }
@@ -94,7 +88,10 @@ async def ask(client: httpx.AsyncClient, query: str) -> list[dict[str, Any]]:
 
 
 async def test_a_prometheus_answers_every_query(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Prometheus loads the files, scrapes with the token, has healthy rules, and has data for this fleet's queries."""
+    """Prometheus loads the files, scrapes with the token, has healthy rules, and has data for this fleet's queries.
+
+    The data have the labels of the legends.
+    """
     settings = Settings(token="data")
     async with http_service(
         nats_url, fleet, settings, worker_id="w", config=SyntheticConfig(prefix_cache=True)
@@ -108,10 +105,14 @@ async def test_a_prometheus_answers_every_query(nats_url: str, fleet: str, tmp_p
                         await worked_metrics(http)
                         waiting = {where: query for where, query in waiting.items() if not await ask(client, query)}
             answers = {where: await ask(client, query) for where, query, _ in queries()}
+            legends = {where: set(LEGEND.findall(legend)) for where, _, legend in queries()}
             groups = (await client.get("/api/v1/rules")).json()["data"]["groups"]
 
     assert [*waiting] == []
     assert answers.keys() >= WITHOUT_DATA.keys()
+    assert {
+        where for where, found in answers.items() for each in found if not legends[where] <= {*each["metric"]}
+    } == set()
     loaded = {rule["name"]: rule for group in groups for rule in group["rules"]}
     assert loaded.keys() == {rule.get("alert") or rule["record"] for rule in rules()}
     assert {rule["health"] for rule in loaded.values()} <= {"ok", "unknown"}
