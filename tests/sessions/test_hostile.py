@@ -143,14 +143,14 @@ def deep(depth: int) -> Any:
 
 
 HOSTILE: list[tuple[dict[str, Any], int]] = [
-    ({"messages": [{"role": "user", "content": "the " * 1_000_000}]}, 400),
+    ({"messages": [{"role": "user", "content": "the " * 300_000}]}, 400),
     ({"messages": [{"role": "user", "content": ""}] * (turns.MAX_MESSAGES + 1)}, 400),
     ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "3"}, USER]}, 200),
     (
         {"messages": [USER, USER, {"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}, USER]},
         200,
     ),
-    ({"messages": [USER], "tools": [{**TOOL, "function": {**TOOL["function"], "description": "x" * 3_000_000}}]}, 400),
+    ({"messages": [USER], "tools": [{**TOOL, "function": {**TOOL["function"], "description": "x" * 1_000_000}}]}, 400),
     ({"messages": [USER], "tools": [{**TOOL, "function": {**TOOL["function"], "parameters": {"a": deep(600)}}}]}, 400),
     ({"messages": [{"role": "user", "content": deep(500)}]}, 400),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, 400),
@@ -158,19 +158,17 @@ HOSTILE: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status"), HOSTILE, ids=range(len(HOSTILE)))
-async def test_hostile_bodies_have_typed_errors(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], body: dict[str, Any], status: int
-) -> None:
+async def test_hostile_bodies_have_typed_errors(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
     """Long, deep, disordered and malformed histories are answered, or rejected with a code, and later turns work."""
-    writes += ["One.", "Two."]
     async with serving(nats_url, fleet, tmp_path) as (_, owner):
-        session = await owner.open()
-        answer = await post(owner, session, **body)
-        assert answer.status_code == status, answer.text[:500]
-        assert status == 200 or answer.json()["error"]["code"], answer.text[:500]
-        assert (await post(owner, session, messages=[USER])).status_code == 200
-        assert (await owner.read(session))["num_turns"] == 1 + (status == 200)
+        for number, (body, status) in enumerate(HOSTILE):
+            writes[:] = ["One.", "Two."]
+            session = await owner.open()
+            answer = await post(owner, session, **body)
+            assert answer.status_code == status, (number, answer.text[:500])
+            assert status == 200 or answer.json()["error"]["code"], (number, answer.text[:500])
+            assert (await post(owner, session, messages=[USER])).status_code == 200, number
+            assert (await owner.read(session))["num_turns"] == 1 + (status == 200), number
 
 
 async def test_ten_thousand_messages_and_repeated_ids_are_one_branch(
