@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 from tests.support.processes import RUN, OwnCache
-from tests.support.waits import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeout
+from tests.support.waits import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, LOOPS, busy_timeout
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -166,7 +166,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run each `async def` test on a separate event loop."""
+    """Run each `async def` test on a separate event loop, of the kind that its argument `loop` names."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
 
@@ -178,6 +178,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
 
     names = inspect.signature(pyfuncitem.obj).parameters
-    with asyncio.Runner(debug=False) as runner:
+    with asyncio.Runner(debug=False, loop_factory=LOOPS[pyfuncitem.funcargs.get("loop", "asyncio")]) as runner:
         runner.run(bounded())
     return True

@@ -12,8 +12,8 @@ from rollbus.bus.nats.server import Server, parse_urls, redact
 from rollbus.schemas.errors import BusBroken, TlsFailed
 from tests.support.nats_cluster import nats_cluster
 from tests.support.nats_server import opened, require_binary
-from tests.support.tls_server import FakeServer, TlsServer
-from tests.support.waits import SOON_S, on_both_loops, run_on, until_true
+from tests.support.tls_server import TlsServer
+from tests.support.waits import SOON_S, on_both_loops, until_true
 
 DEAD = "nats://127.0.0.1:1"
 
@@ -68,58 +68,48 @@ async def test_if_all_servers_are_dead_the_error_names_each_url() -> None:
         await open_connection(f"{DEAD},nats://u:p@127.0.0.1:2", name="test", timeout_s=0.1)
 
 
-async def meets_refusals(good: TlsServer, bad: TlsServer, worse: TlsServer) -> None:
-    """Connect with one trusted server, then assert an immediate error without any trusted server."""
-    server = Server(f"tls://{bad.address},tls://{good.address}", tls=good.tls)
-    connection = await open_connection(server, name="test", timeout_s=SOON_S)
-    assert connection.is_connected
-    await connection.shut()
-    with pytest.raises(TlsFailed, match="self-signed certificate"):
-        await open_connection(
-            replace(server, url=f"tls://{bad.address},tls://{worse.address}"), name="test", timeout_s=SOON_S
-        )
-
-
 @pytest.mark.slow
 @on_both_loops
-def test_an_untrusted_server_does_not_stop_a_connect(tmp_path: Path, loop: str) -> None:
+async def test_an_untrusted_server_does_not_stop_a_connect(tmp_path: Path, loop: str) -> None:
     """Connecting fails because of untrusted servers only if no URL has a trusted server."""
-    with (
-        TlsServer(tmp_path).running() as good,
-        TlsServer(tmp_path).running() as bad,
-        TlsServer(tmp_path).running() as worse,
+    async with (
+        TlsServer(tmp_path).beside() as good,
+        TlsServer(tmp_path).beside() as bad,
+        TlsServer(tmp_path).beside() as worse,
     ):
-        run_on(loop, meets_refusals(good, bad, worse))
+        server = Server(f"tls://{bad.address},tls://{good.address}", tls=good.tls)
+        connection = await open_connection(server, name="test", timeout_s=SOON_S)
+        assert connection.is_connected
+        await connection.shut()
+        server = replace(server, url=f"tls://{bad.address},tls://{worse.address}")
+        with pytest.raises(TlsFailed, match="self-signed certificate"):
+            await open_connection(server, name="test", timeout_s=SOON_S)
     assert (bad.connects, worse.connects) == ([], [])
-
-
-async def goes_to_the_learned(first: TlsServer, second: TlsServer, learned: FakeServer, *, is_trusted: bool) -> None:
-    """Disconnect both servers of the URLs and wait for the learned server."""
-    bundle = Path(first.tls.ca).with_name("all.pem")
-    bundle.write_bytes(b"".join(one.cert.read_bytes() for one in (first, second, learned)))  # type: ignore[attr-defined]
-    urls = f"tls://alice:hunter2@127.0.0.1:{first.port},tls://alice:hunter2@localhost:{second.port}"
-    connection = await open_connection(Server(urls, tls=Tls(ca=str(bundle))), name="test", timeout_s=SOON_S)
-    await until_true(lambda: connection.discovered_servers)
-    first.go_away()
-    second.go_away()
-    # The client tries each of the names.
-    await until_true(lambda: len(learned.received) >= (1 if is_trusted else 3))
-    await until_true(lambda: connection.is_connected == is_trusted)
-    await connection.shut()
 
 
 @pytest.mark.slow
 @on_both_loops
 @pytest.mark.parametrize(("name", "is_trusted"), [("127.0.0.1", True), ("localhost", True), ("other.example", False)])
-def test_a_learned_server_must_prove_a_name_of_the_urls(tmp_path: Path, loop: str, name: str, is_trusted: bool) -> None:
+async def test_a_learned_server_must_prove_a_name_of_the_urls(
+    tmp_path: Path, loop: str, name: str, is_trusted: bool
+) -> None:
     """A learned server must prove one of the names in the URLs; only then it receives the user of the URL."""
-    with TlsServer(tmp_path, names=(name,)).running() as learned:
-        known = (learned.address,)
-        with (
-            TlsServer(tmp_path, names=("127.0.0.1",), learned=known).running() as first,
-            TlsServer(tmp_path, names=("localhost",), learned=known).running() as second,
-        ):
-            run_on(loop, goes_to_the_learned(first, second, learned, is_trusted=is_trusted))
+    async with (
+        TlsServer(tmp_path, names=(name,)).beside() as learned,
+        TlsServer(tmp_path, names=("127.0.0.1",), learned=(learned.address,)).beside() as first,
+        TlsServer(tmp_path, names=("localhost",), learned=(learned.address,)).beside() as second,
+    ):
+        bundle = tmp_path / "all.pem"
+        bundle.write_bytes(b"".join(one.cert.read_bytes() for one in (first, second, learned)))
+        urls = f"tls://alice:hunter2@127.0.0.1:{first.port},tls://alice:hunter2@localhost:{second.port}"
+        connection = await open_connection(Server(urls, tls=Tls(ca=str(bundle))), name="test", timeout_s=SOON_S)
+        await until_true(lambda: connection.discovered_servers)
+        first.go_away()
+        second.go_away()
+        # The client tries each of the names.
+        await until_true(lambda: len(learned.received) >= (1 if is_trusted else 3))
+        await until_true(lambda: connection.is_connected == is_trusted)
+        await connection.shut()
     assert [connect["pass"] for connect in learned.connects] == (["hunter2"] if is_trusted else [])
 
 

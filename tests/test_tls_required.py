@@ -22,7 +22,7 @@ from rollbus.schemas.errors import BusBroken, TlsFailed
 from tests.support.nats_server import require_binary
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.tls_server import FakeServer, PlainServer, TlsServer, certificate, configure_tls
-from tests.support.waits import SOON_S, on_both_loops, run_on, until_true
+from tests.support.waits import SOON_S, on_both_loops, until_true
 
 pytestmark = pytest.mark.slow
 
@@ -43,22 +43,13 @@ async def ignore(_message: Msg) -> None:
     """Ignore the message."""
 
 
-async def is_refused(server: Server) -> None:
-    """Assert that connecting fails with the reason."""
-    with pytest.raises(TlsFailed, match="offers none; nothing was sent to it; give the server a certificate") as told:
-        # A connection that succeeds unexpectedly must be closed, or the event loop would wait for it.
-        async with opened(server):
-            pass
-    assert "hunter2" not in str(told.value)
-
-
 @pytest.mark.proves("P26")
 @on_both_loops
 @pytest.mark.parametrize("asked_by", ["url", "ca", "certificate", "key of a user"])
-def test_a_server_without_tls_gets_nothing(tmp_path: Path, loop: str, asked_by: str) -> None:
+async def test_a_server_without_tls_gets_nothing(tmp_path: Path, loop: str, asked_by: str) -> None:
     """A server without TLS receives no byte, for each setting that requires TLS and each kind of credentials."""
     cert, key = certificate(tmp_path)
-    with PlainServer().running() as plain:
+    async with PlainServer().beside() as plain:
         url = f"{SECRETS}@{plain.address}"
         [entry] = ensure_users(tmp_path / "users", [("F", Role.TRAINER, "bob")])
         asked = {
@@ -67,32 +58,31 @@ def test_a_server_without_tls_gets_nothing(tmp_path: Path, loop: str, asked_by: 
             "certificate": Server(url, tls=Tls(cert=str(cert), key=str(key))),
             "key of a user": Server(f"tls://{plain.address}", load_credentials(entry.path)),
         }
-        run_on(loop, is_refused(asked[asked_by]))
+        with pytest.raises(TlsFailed, match="offers none; nothing was sent to it; give the server a certificate") as e:
+            # A connection that succeeds unexpectedly must be closed, or the event loop would wait for it.
+            async with opened(asked[asked_by]):
+                pass
+    assert "hunter2" not in str(e.value)
     assert plain.received == [b""]
-
-
-async def loses_its_server(server: TlsServer) -> None:
-    """Replace the server by a server without TLS, then start the first server again."""
-    async with opened(replace(server.server, url=f"tls://{SECRETS}@{server.address}")) as connection:
-        await subscribe(connection, "secret.subject", ignore)
-        server.go_away()
-        async with PlainServer().beside(server.port) as plain:
-            await publish(connection, "secret.subject", b"secret")
-            await until_true(lambda: len(plain.received) >= 3)
-        assert not any(plain.received)
-        assert not connection.is_connected
-        server.listen()
-        await until_true(lambda: connection.is_connected)
-    assert [connect["pass"] for connect in server.connects] == ["hunter2"] * 2
-    assert b"secret" in server.received[-1]
 
 
 @pytest.mark.proves("P26")
 @on_both_loops
-def test_a_server_without_tls_gets_nothing_at_a_reconnect(tmp_path: Path, loop: str) -> None:
+async def test_a_server_without_tls_gets_nothing_at_a_reconnect(tmp_path: Path, loop: str) -> None:
     """At a reconnect, a server without TLS receives no byte, and published messages wait for the server with TLS."""
-    with TlsServer(tmp_path).running() as server:
-        run_on(loop, loses_its_server(server))
+    async with TlsServer(tmp_path).beside() as server:
+        async with opened(replace(server.server, url=f"tls://{SECRETS}@{server.address}")) as connection:
+            await subscribe(connection, "secret.subject", ignore)
+            server.go_away()
+            async with PlainServer().beside(server.port) as plain:
+                await publish(connection, "secret.subject", b"secret")
+                await until_true(lambda: len(plain.received) >= 3)
+            assert not any(plain.received)
+            assert not connection.is_connected
+            server.listen()
+            await until_true(lambda: connection.is_connected)
+        assert [connect["pass"] for connect in server.connects] == ["hunter2"] * 2
+        assert b"secret" in server.received[-1]
 
 
 async def reconnects_past(server: TlsServer, other: FakeServer, connection: Connection) -> None:
@@ -114,31 +104,15 @@ class ForgingServer(PlainServer):
         super().say_info(one, **more)
 
 
-async def receives_nothing_without_tls(server: TlsServer, forging: ForgingServer) -> None:
-    """Reconnect first to a server without TLS that sends messages."""
+@on_both_loops
+async def test_messages_before_tls_are_ignored_at_a_reconnect(tmp_path: Path, loop: str) -> None:
+    """At a reconnect, no subscription receives a message that came before the TLS handshake."""
     received: list[bytes] = []
-    async with opened(server.server) as connection:
+    async with TlsServer(tmp_path).beside() as server, opened(server.server) as connection:
         await subscribe(connection, "secret.subject", lambda message: received.append(message.data))
         await connection.flush()
-        await reconnects_past(server, forging, connection)
+        await reconnects_past(server, ForgingServer(), connection)
     assert received == []
-
-
-@on_both_loops
-def test_messages_before_tls_are_ignored_at_a_reconnect(tmp_path: Path, loop: str) -> None:
-    """At a reconnect, no subscription receives a message that came before the TLS handshake."""
-    with TlsServer(tmp_path).running() as server:
-        run_on(loop, receives_nothing_without_tls(server, ForgingServer()))
-
-
-async def closes_at_a_silent_server(server: TlsServer, silent: "SilentServer") -> None:
-    """Close a connection with unsent bytes while the reachable server has sent nothing yet."""
-    async with opened(server.server) as connection:
-        await subscribe(connection, "secret.subject", ignore)
-        server.go_away()
-        silent.listen(server.port)
-        await until_true(lambda: len(silent.received) >= 1)
-        await publish(connection, "secret.subject", b"secret")
 
 
 class SilentServer(PlainServer):
@@ -149,10 +123,18 @@ class SilentServer(PlainServer):
 
 
 @on_both_loops
-def test_closing_sends_nothing_without_tls(tmp_path: Path, loop: str) -> None:
-    """Closing sends no unsent bytes, which nats-py flushes last, to a server without TLS."""
-    with TlsServer(tmp_path).running() as server, SilentServer().running() as silent:
-        run_on(loop, closes_at_a_silent_server(server, silent))
+async def test_closing_sends_nothing_without_tls(tmp_path: Path, loop: str) -> None:
+    """Closing sends no unsent bytes, which nats-py flushes last, to a server that has sent nothing yet."""
+    async with (
+        TlsServer(tmp_path).beside() as server,
+        SilentServer().beside() as silent,
+        opened(server.server) as connection,
+    ):
+        await subscribe(connection, "secret.subject", ignore)
+        server.go_away()
+        silent.listen(server.port)
+        await until_true(lambda: len(silent.received) >= 1)
+        await publish(connection, "secret.subject", b"secret")
     assert not any(silent.received)
 
 
@@ -165,69 +147,49 @@ async def learns_of(server: TlsServer, other: FakeServer, url: str, *, num_visit
     return connection
 
 
-async def learns_of_a_plain_server(server: TlsServer, plain: PlainServer) -> None:
-    """Learn a plain server, assert that it receives no byte, and reconnect to the first server."""
-    connection = await learns_of(server, plain, f"tls://{SECRETS}@{server.address}")
-    assert not connection.is_connected
-    server.listen()
-    await until_true(lambda: connection.is_connected)
-    await connection.shut()
-    assert not any(plain.received)
-
-
 @on_both_loops
-def test_a_learned_server_without_tls_gets_nothing(tmp_path: Path, loop: str) -> None:
+async def test_a_learned_server_without_tls_gets_nothing(tmp_path: Path, loop: str) -> None:
     """A learned server without TLS receives no byte, and the connection returns to the server with TLS."""
-    with PlainServer().running() as plain, TlsServer(tmp_path, learned=(plain.address,)).running() as server:
-        run_on(loop, learns_of_a_plain_server(server, plain))
-
-
-async def fails_over(server: TlsServer, other: TlsServer, *, is_trusted: bool) -> None:
-    """Connect to a server, learn the other server as `localhost`, and disconnect the first."""
-    bundle = Path(server.tls.ca).with_name("both.pem")
-    bundle.write_bytes(server.cert.read_bytes() + other.cert.read_bytes())
-    server.tls = Tls(ca=str(bundle))
-    connection = await learns_of(server, other, server.server.url, num_visits=1 if is_trusted else 2)
-    await until_true(lambda: connection.is_connected == is_trusted)
-    refusal = "" if is_trusted else "not valid for '127.0.0.1'"
-    await until_true(lambda: refusal in str(connection.last_error or ""))
-    await connection.shut()
-    assert bool(other.connects) is is_trusted
+    async with PlainServer().beside() as plain, TlsServer(tmp_path, learned=(plain.address,)).beside() as server:
+        connection = await learns_of(server, plain, f"tls://{SECRETS}@{server.address}")
+        assert not connection.is_connected
+        server.listen()
+        await until_true(lambda: connection.is_connected)
+        await connection.shut()
+        assert not any(plain.received)
 
 
 @on_both_loops
 @pytest.mark.parametrize(("names", "is_trusted"), [(("localhost",), False), (("localhost", "127.0.0.1"), True)])
-def test_a_learned_server_must_prove_the_name_of_the_url(
+async def test_a_learned_server_must_prove_the_name_of_the_url(
     tmp_path: Path, loop: str, names: tuple[str, ...], is_trusted: bool
 ) -> None:
     """A learned server's certificate must have the name in the URL: any server could advertise an address."""
-    with TlsServer(tmp_path, names=names).running() as other:
-        learned = (f"localhost:{other.port}",)
-        with TlsServer(tmp_path, learned=learned).running() as server:
-            run_on(loop, fails_over(server, other, is_trusted=is_trusted))
-
-
-async def learns_nothing(server: TlsServer) -> None:
-    """Connect and assert that the connection has learned no server and received no message."""
-    async with opened(server.server) as connection:
-        heard: list[bytes] = []
-
-        async def hear(message: Msg) -> None:
-            heard.append(message.data)
-
-        await subscribe(connection, "x", hear)
-        await connection.flush()
-        assert [uri.netloc for uri in connection.servers] == [server.address]
-        assert heard == []
+    async with (
+        TlsServer(tmp_path, names=names).beside() as other,
+        TlsServer(tmp_path, learned=(f"localhost:{other.port}",)).beside() as server,
+    ):
+        bundle = tmp_path / "both.pem"
+        bundle.write_bytes(server.cert.read_bytes() + other.cert.read_bytes())
+        server.tls = Tls(ca=str(bundle))
+        connection = await learns_of(server, other, server.server.url, num_visits=1 if is_trusted else 2)
+        await until_true(lambda: connection.is_connected == is_trusted)
+        refusal = "" if is_trusted else "not valid for '127.0.0.1'"
+        await until_true(lambda: refusal in str(connection.last_error or ""))
+        await connection.shut()
+        assert bool(other.connects) is is_trusted
 
 
 @on_both_loops
-def test_messages_and_addresses_before_tls_are_ignored(tmp_path: Path, loop: str) -> None:
+async def test_messages_and_addresses_before_tls_are_ignored(tmp_path: Path, loop: str) -> None:
     """Messages and addresses before the TLS handshake are ignored: an attacker could have sent them."""
-    server = TlsServer(tmp_path, connect_urls=["198.51.100.1:4222"])
+    server, received = TlsServer(tmp_path, connect_urls=["198.51.100.1:4222"]), list[bytes]()
     server.before_handshake = b"MSG x 1 5\r\nhello\r\n+OK\r\nPONG\r\n"
-    with server.running():
-        run_on(loop, learns_nothing(server))
+    async with server.beside(), opened(server.server) as connection:
+        await subscribe(connection, "x", lambda message: received.append(message.data))
+        await connection.flush()
+        assert [uri.netloc for uri in connection.servers] == [server.address]
+        assert received == []
 
 
 BAD_INFOS: dict[str, Any] = {
@@ -236,12 +198,6 @@ BAD_INFOS: dict[str, Any] = {
     "max_payload": {"max_payload": "much"},
     "no object": None,
 }
-
-
-async def survives(server: TlsServer, bad: FakeServer) -> None:
-    """Reconnect first to a server with an invalid INFO, then to the right server."""
-    async with opened(server.server) as connection:
-        await reconnects_past(server, bad, connection)
 
 
 class BadServer(PlainServer):
@@ -259,10 +215,10 @@ class BadServer(PlainServer):
 
 @on_both_loops
 @pytest.mark.parametrize("what", BAD_INFOS)
-def test_an_invalid_info_does_not_end_reconnecting(tmp_path: Path, loop: str, what: str) -> None:
+async def test_an_invalid_info_does_not_end_reconnecting(tmp_path: Path, loop: str, what: str) -> None:
     """An invalid INFO counts as a failed attempt, and the client continues to reconnect."""
-    with TlsServer(tmp_path).running() as server:
-        run_on(loop, survives(server, BadServer(BAD_INFOS[what])))
+    async with TlsServer(tmp_path).beside() as server, opened(server.server) as connection:
+        await reconnects_past(server, BadServer(BAD_INFOS[what]), connection)
 
 
 @contextlib.asynccontextmanager

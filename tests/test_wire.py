@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import open_connection, publish, subscribe
 from rollbus.bus.nats.transport import MAX_UNREAD_BYTES, NatsTransport, NoNats, SubscriptionMessage
-from tests.support.waits import on_both_loops, run_on, until_true
+from tests.support.waits import on_both_loops, until_true
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -52,8 +52,9 @@ async def connected(serve: Serve) -> AsyncIterator[NatsTransport]:
             await served.wait()
 
 
-async def carry_all_sizes(nats_url: str, fleet: str) -> None:
-    """Assert that messages of all sizes, with and without headers, arrive unchanged."""
+@on_both_loops
+async def test_messages_of_all_sizes_arrive_unchanged(nats_url: str, fleet: str, loop: str) -> None:
+    """Messages of all sizes, with and without headers, arrive unchanged on both event loops."""
     nats = await open_connection(nats_url, name="test")
     sizes = [0, 1, 100, 8191, 8192, 16_384, 16_385, 65_536, 100_000, nats.max_payload - 100]
     sent = [(os.urandom(size), headers) for size in sizes for headers in (None, {"k": "v" * 20})] * 3
@@ -72,13 +73,8 @@ async def carry_all_sizes(nats_url: str, fleet: str) -> None:
 
 
 @on_both_loops
-def test_messages_of_all_sizes_arrive_unchanged(nats_url: str, fleet: str, loop: str) -> None:
-    """Messages of all sizes arrive unchanged on both event loops."""
-    run_on(loop, carry_all_sizes(nats_url, fleet))
-
-
-async def flood_is_held_up() -> None:
-    """Assert that unread messages stay at the server and that all of them arrive later."""
+async def test_a_client_that_does_not_read_slows_the_server_down(loop: str) -> None:
+    """A client that does not read slows a fast server down and loses no message."""
     message = b"MSG a 1 60000\r\n" + b"x" * 60_000 + b"\r\n"
     num_messages = 2000
 
@@ -98,12 +94,6 @@ async def flood_is_held_up() -> None:
         while len(taken) < num_messages:
             taken += await wire.operations()
         assert len(taken) == num_messages
-
-
-@on_both_loops
-def test_a_client_that_does_not_read_slows_the_server_down(loop: str) -> None:
-    """A client that does not read slows a fast server down and loses no message."""
-    run_on(loop, flood_is_held_up())
 
 
 async def test_empty_messages_count_towards_the_limit() -> None:

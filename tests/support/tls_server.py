@@ -65,18 +65,9 @@ class FakeServer:
         lines = b"".join(bytes(one) for one in self.received).splitlines()
         return [json.loads(line.removeprefix(b"CONNECT ")) for line in lines if line.startswith(b"CONNECT ")]
 
-    @contextlib.contextmanager
-    def running(self, port: int = 0) -> Iterator[Self]:
-        """Listen until the block ends, then close all connections; the bytes of all clients are recorded by then."""
-        self.listen(port)
-        try:
-            yield self
-        finally:
-            self._end()
-
     @contextlib.asynccontextmanager
     async def beside(self, port: int = 0) -> AsyncIterator[Self]:
-        """Do the same for clients on this event loop, which must run while the clients disconnect."""
+        """Listen until the block ends, then close all connections; the bytes of all clients are recorded by then."""
         self.listen(port)
         try:
             yield self

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 import pytest
 import uvloop
@@ -137,20 +137,13 @@ class Shared(Generic[T]):
 # The event loops that connections support.
 
 
-RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
 
-on_both_loops = pytest.mark.parametrize("loop", RUNNERS)
-"""Parametrizes a test with the argument `loop`."""
-
-
-def run_on(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
-    """Run `scenario` on this loop; the time limit lies inside the loop, so a traceback shows where `scenario` hangs."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(HANGS_AFTER_S):
-            await scenario
-
-    RUNNERS[loop](bounded())
+on_both_loops = pytest.mark.parametrize("loop", LOOPS)
+"""Runs an `async def` test with the argument `loop` on each of them (tests/conftest.py)."""
 
 
 in_trainers_run = pytest.mark.skipif(
