@@ -250,7 +250,7 @@ def test_only_permanent_refusals_forbid_retries() -> None:
 
 LARGE = SyntheticConfig(num_layers=64, top_k=8, max_model_len=100_000)
 """Half a kilobyte of routed experts for each token."""
-PROMPT = [7] * 40_000
+PROMPT = [7] * 25_000
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -307,7 +307,7 @@ async def test_a_stream_that_is_not_read_holds_few_bytes(serve: Serve, monkeypat
 
     monkeypatch.setattr(edge.ResponseSender, "_drain", note)
     # Each step of the engine gives the client 64 tokens, of which each event has 3 kB.
-    sampling = {"n": 64, "max_tokens": 100, "logprobs": 20, "ignore_eos": True}
+    sampling = {"n": 64, "max_tokens": 60, "logprobs": 20, "ignore_eos": True}
     config = SyntheticConfig(num_experts=0, max_num_seqs=65)
     tracemalloc.start()
     try:

@@ -228,7 +228,7 @@ async def test_a_client_that_does_not_read_its_stream_blocks_no_request(
     """A turn ends when the fleet has finished the request, even if its client has not read the response."""
     config = SyntheticConfig(max_num_seqs=1, num_layers=64, top_k=8, max_model_len=100_000)
     engine = GatedEngine(config=config)
-    large = {"token_ids": [7] * 40_000, "stream": True, "sampling_params": {"max_tokens": 1}}
+    large = {"token_ids": [7] * 25_000, "stream": True, "sampling_params": {"max_tokens": 1}}
     async with running(nats_url, fleet, engine), serve_fleet() as http, asyncio.TaskGroup() as tasks:
         await http.own.fleet.wait_for_workers()
         unread = [http.client.stream("POST", PATH, json=large) for _ in range(ROOM)]
