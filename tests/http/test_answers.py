@@ -85,7 +85,7 @@ def test_a_cut_keeps_only_a_recomputation_before_its_end() -> None:
     size = len(tokens.ids)
     for kv_from, kept, expected in ((-1, 1, -1), (None, 1, None), (0, 1, 0), (1, 1, None), (size, size, size)):
         cut = msgspec.structs.replace(tokens, kv_from=kv_from).cut(kept, 1000)
-        assert cut.kv_from == expected
+        assert (cut.kv_from, len(cut.ids), len(cut.weight_versions)) == (expected, kept, kept)
 
 
 def answer(**changes: Any) -> Any:
@@ -147,17 +147,6 @@ def test_results_that_do_not_match_their_tokens_give_502(changes: dict[str, Any]
     with pytest.raises(HttpError) as error:
         answer(**changes)
     assert (error.value.status, error.value.code) == (502, "protocol_error")
-
-
-def test_a_completion_without_tokens_is_valid() -> None:
-    """A completion without tokens has empty lists and rows of the model's shape."""
-    empty = dict.fromkeys(("logprobs", "top_token_ids", "top_logprobs", "routed_experts", "prompt_logprobs"))
-    body = answer(token_ids=np.empty(0, np.int32), finish_reason=rollbus.FinishReason.ABORT, **empty)
-
-    (choice,) = body["choices"]
-    assert (choice["token_ids"], choice["logprobs"], choice["finish_reason"]) == ([], {"content": []}, "abort")
-    assert choice["routed_experts"] == {"data": "", "shape": [0, 4, 4], "start": 0, "dtype": "uint8"}
-    assert body["prompt_logprobs"] is None
 
 
 def test_a_response_of_several_blocks_is_complete() -> None:

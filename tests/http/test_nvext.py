@@ -182,10 +182,10 @@ def target() -> RequestTarget:
     return RequestTarget(worker=presence(capabilities=model), capabilities=model, lora=None)
 
 
-def choice(*stops: str) -> tuple[rollbus.GenerateRequest, AnswerChoice, Tokens]:
+def choice() -> tuple[rollbus.GenerateRequest, AnswerChoice, Tokens]:
     """Return a new choice and three tokens for it."""
     wanted = rollbus.GenerateRequest(prompt_token_ids=PROMPT, sampling=rollbus.SamplingParams(logprobs=0))
-    text = text_of(wanted, byte_level(), stops, include_stop=False, skip_special_tokens=True)
+    text = text_of(wanted, byte_level(), (), include_stop=False, skip_special_tokens=True)
     tokens = Tokens(
         scores=Scores(np.array([1, 2, 3], "i4"), np.array([-1, -2, -np.inf], "f4")),
         weight_versions=np.array([4, 4, 5], "i4"),
@@ -212,18 +212,6 @@ def test_an_answer_without_tokens_has_empty_lists() -> None:
     engine = found["engine_data"]
     assert engine["completion_token_ids"] == engine["completion_logprobs"] == []
     assert rows_of(engine["routed_experts"]).shape == (0, 4, 4)
-
-
-def test_a_stop_string_within_a_chunk_removes_all_later_tokens_and_rows() -> None:
-    """A stop string within a chunk of many tokens removes all tokens and rows after it."""
-    wanted, answer, tokens = choice(byte_level().token_bytes(2).decode())
-    update = answer.add(tokens)
-    engine = nvext(wanted, answer.pop_update().tokens)["engine_data"]
-    assert (update.text, answer.num_tokens, answer.finish_reason) == (byte_level().token_bytes(1).decode(), 2, "stop")
-    assert len(update.tokens.rows) == 6
-    assert (engine["completion_token_ids"], engine["completion_logprobs"]) == ([1, 2], [-1, -2])
-    assert engine["completion_weight_versions"] == [4, 4]
-    assert rows_of(engine["routed_experts"]).shape == (6, 4, 4)
 
 
 def test_minus_infinity_is_a_number() -> None:
