@@ -5,7 +5,6 @@ import logging
 from pathlib import Path
 
 import pytest
-import uvloop
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
@@ -13,12 +12,14 @@ from rollbus.bus.nats.connection import drain, open_connection, publish, subscri
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import BusBroken, BusClosed, LocalProtocolError
 from tests.support.nats_server import count_tasks, opened, require_binary
+from tests.support.waits import on_both_loops
 
 NOBODY = "nats://127.0.0.1:1"
 MEGABYTE = bytes(1024 * 1024)
 
 
-async def test_messages_arrive_in_order_and_no_task_remains(nats_url: str, fleet: str) -> None:
+@on_both_loops
+async def test_messages_arrive_in_order_and_no_task_remains(nats_url: str, fleet: str, loop: str) -> None:
     """Messages arrive at the handler in order. After closing, no task remains, and a second close does nothing."""
     received: asyncio.Queue[bytes] = asyncio.Queue(10)
 
@@ -35,11 +36,6 @@ async def test_messages_arrive_in_order_and_no_task_remains(nats_url: str, fleet
     await connection.shut()
 
     assert await count_tasks() == 0
-
-
-def test_the_connection_runs_on_uvloop(nats_url: str, fleet: str) -> None:
-    """The connection also runs on uvloop."""
-    uvloop.run(test_messages_arrive_in_order_and_no_task_remains(nats_url, fleet))
 
 
 async def test_closing_sends_all_published_messages(nats_url: str, fleet: str) -> None:

@@ -7,7 +7,6 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-import uvloop
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
@@ -17,7 +16,7 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import BusBroken
 from tests.support.nats_server import count_tasks, event_callback, opened, require_binary, until_lost
 from tests.support.tcp_proxy import tcp_proxy
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, on_both_loops
 
 MEGABYTE = bytes(1024 * 1024)
 
@@ -255,64 +254,60 @@ async def test_a_cancelled_close_leaves_no_task() -> None:
     assert await count_tasks() == 0
 
 
-def test_closing_a_connection_that_was_just_lost_is_no_error(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("loop", ["uvloop"])
+async def test_closing_a_connection_that_was_just_lost_is_no_error(
+    nats_url: str, caplog: pytest.LogCaptureFixture, loop: str
+) -> None:
     """If the connection is lost during the last write, a close still runs its callback and leaves no task."""
-    told: list[str] = []
+    told = asyncio.Event()
+    connection = await open_connection(nats_url, name="test")
+    connection._closed_cb = event_callback(told)
+    await publish(connection, "x", b"unsent")
+    connection._wire.abort()
+    await connection.shut()
 
-    async def scenario() -> None:
-        async def report() -> None:
-            told.append("closed")
-
-        connection = await open_connection(nats_url, name="test")
-        connection._closed_cb = report
-        await publish(connection, "x", b"unsent")
-        connection._wire.abort()
-        await connection.shut()
-
-        assert connection.is_closed
-        assert await count_tasks() == 0
-
-    uvloop.run(scenario())
-    assert told == ["closed"]
+    assert connection.is_closed
+    assert await count_tasks() == 0
+    assert told.is_set()
     assert "nats.final_flush_failed" in caplog.text
 
 
+@pytest.mark.parametrize("loop", ["uvloop"])
 @pytest.mark.parametrize("what", ["publish", "subscribe", "ping"])
-def test_a_write_to_a_lost_connection_starts_the_reconnect(nats_url: str, fleet: str, what: str) -> None:
+async def test_a_write_to_a_lost_connection_starts_the_reconnect(
+    nats_url: str, fleet: str, what: str, loop: str
+) -> None:
     """The first write after an unnoticed loss raises no error, and published messages arrive after the reconnect."""
+    received: asyncio.Queue[bytes] = asyncio.Queue(10)
+    back = asyncio.Event()
 
-    async def scenario() -> None:
-        received: asyncio.Queue[bytes] = asyncio.Queue(10)
-        back = asyncio.Event()
+    async def receive(message: Msg) -> None:
+        received.put_nowait(message.data)
 
-        async def receive(message: Msg) -> None:
-            received.put_nowait(message.data)
+    async with opened(nats_url, on_reconnect=event_callback(back)) as connection, asyncio.timeout(SOON_S):
+        await subscribe(connection, f"{fleet}.x", receive)
+        await connection.flush()
+        for task in (connection._flusher_task, connection._reading_task):  # these tasks would detect the loss
+            task.cancel()
+        connection._wire.abort()
+        await asyncio.sleep(0)
+        match what:
+            case "publish":
+                await publish(connection, f"{fleet}.x", b"in between")
+            case "subscribe":
+                await subscribe(connection, f"{fleet}.y", receive)
+            case _:
+                await connection._send_ping()
+        await back.wait()
+        await publish(connection, f"{fleet}.{'y' if what == 'subscribe' else 'x'}", b"afterwards")
 
-        async with opened(nats_url, on_reconnect=event_callback(back)) as connection, asyncio.timeout(SOON_S):
-            await subscribe(connection, f"{fleet}.x", receive)
-            await connection.flush()
-            for task in (connection._flusher_task, connection._reading_task):  # these tasks would detect the loss
-                task.cancel()
-            connection._wire.abort()
-            await asyncio.sleep(0)
-            match what:
-                case "publish":
-                    await publish(connection, f"{fleet}.x", b"in between")
-                case "subscribe":
-                    await subscribe(connection, f"{fleet}.y", receive)
-                case _:
-                    await connection._send_ping()
-            await back.wait()
-            await publish(connection, f"{fleet}.{'y' if what == 'subscribe' else 'x'}", b"afterwards")
-
-            if what == "publish":
-                assert await received.get() == b"in between"
-            assert await received.get() == b"afterwards"
-
-    uvloop.run(scenario())
+        if what == "publish":
+            assert await received.get() == b"in between"
+        assert await received.get() == b"afterwards"
 
 
-async def test_a_lost_transport_rejects_writes(nats_url: str) -> None:
+@on_both_loops
+async def test_a_lost_transport_rejects_writes(nats_url: str, loop: str) -> None:
     """On each event loop, a lost transport rejects writes, so that no caller assumes that the bytes were sent."""
     async with opened(nats_url) as connection:
         connection._wire.abort()

@@ -229,23 +229,12 @@ async def test_wait_returns_when_the_server_dies() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["raise SystemExit", "os._exit(1)"])
-def test_server_and_folder_are_removed_when_python_exits(ending: str, tmp_path: Path) -> None:
-    """When the Python process exits in any way, its server and temporary folder are removed."""
+@pytest.mark.parametrize("ending", ["raise SystemExit", "os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_server_and_folder_are_removed_when_python_ends(ending: str, tmp_path: Path) -> None:
+    """When the Python process exits in any way or is killed, its server and temporary folder are removed."""
     with python_program(EMBED.format(body=ending), tmp_path) as program:
         pid, folder = read_line(program).split()
         program.wait()
-
-        assert becomes_true(lambda: not is_alive(int(pid)))
-        assert becomes_true(lambda: not Path(folder).exists())
-
-
-@pytest.mark.slow
-def test_server_and_folder_are_removed_when_python_is_killed(tmp_path: Path) -> None:
-    """When the Python process is killed, its server and temporary folder are removed."""
-    with python_program(EMBED.format(body="await asyncio.Event().wait()"), tmp_path) as program:
-        pid, folder = read_line(program).split()
-        program.kill()
 
         assert becomes_true(lambda: not is_alive(int(pid)))
         assert becomes_true(lambda: not Path(folder).exists())
