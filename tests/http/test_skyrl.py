@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,23 +89,36 @@ async def test_a_request_aborted_before_its_first_token_has_rows(serve: Serve) -
     assert (answer.status_code, choice["finish_reason"]) == (200, "abort")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"token_ids": [], "sampling_params": {}}, "token_ids"),
-        ({"token_ids": PROMPT}, "sampling_params"),
-        ({"token_ids": PROMPT, "sampling_params": {"max_tokens": -1}}, "sampling_params.max_tokens"),
-        ({"token_ids": PROMPT, "sampling_params": {"routed_experts_prompt_start": 5}}, START),
-        ({"token_ids": PROMPT, "sampling_params": {}, "return_sample_support": True}, "return_sample_support"),
-        ({"token_ids": PROMPT, "sampling_params": {}, "features": {"a": 1}}, "features"),
-        ({"token_ids": PROMPT, "sampling_params": {}, "lora_request": 1}, "lora_request"),
-    ],
-)
-async def test_wrong_bodies_name_the_field(serve: Serve, body: object, param: str) -> None:
-    """A wrong field is 400, with the name of the field."""
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        ("/skyrl/v1/generate", {"token_ids": PROMPT, "sampling_params": {}, **body}, param)
+        for body, param in (
+            ({"token_ids": []}, "token_ids"),
+            ({"sampling_params": {"max_tokens": -1}}, "sampling_params.max_tokens"),
+            ({"sampling_params": {"routed_experts_prompt_start": 5}}, START),
+            ({"return_sample_support": True}, "return_sample_support"),
+            ({"features": {"a": 1}}, "features"),
+            ({"lora_request": 1}, "lora_request"),
+        )
+    ),
+    ("/skyrl/v1/generate", {"token_ids": PROMPT}, "sampling_params"),
+    ("/fetch_weights", {"uri": "/x"}, "target_version"),
+    ("/fetch_weights", {"target_version": -1, "uri": "/x"}, "target_version"),
+    ("/fetch_weights", {"target_version": 1}, "uri"),
+    ("/fetch_weights", {"target_version": 1, "uri": "s3://bucket/x"}, "uri"),
+    ("/fetch_weights", {"target_version": 1, "sync_dir": "gs://bucket"}, "sync_dir"),
+    ("/skyrl/v1/load_lora_adapter", {"lora_name": "a"}, "lora_path"),
+    ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}, "in_memory"),
+    ("/skyrl/v1/load_lora_adapter", {"lora_path": "/x"}, "lora_name"),
+]
+
+
+async def test_wrong_requests_and_commands_name_the_field(serve: Serve) -> None:
+    """A wrong field of a request or a command is 400, with the name of the field."""
     async with serve() as http:
-        answer = await http.client.post("/skyrl/v1/generate", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        for path, body, param in WRONG:
+            answer = await http.client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body, answer.text)
 
 
 async def test_the_end_of_a_session_is_200_and_needs_its_id(serve: Serve) -> None:
@@ -137,26 +151,6 @@ async def test_fetch_weights_updates_the_whole_fleet(control: Control) -> None:
     assert int(fetched.headers["Content-Length"]) == len(fetched.content)
     assert {line["result"] for line in fetched.json()["workers"]} == {"applied"}
     assert (repeated[0], older[0], outside[0], by_version[0]) == (200, 409, 403, 200)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/fetch_weights", {"uri": "/x"}, "target_version"),
-        ("/fetch_weights", {"target_version": -1, "uri": "/x"}, "target_version"),
-        ("/fetch_weights", {"target_version": 1}, "uri"),
-        ("/fetch_weights", {"target_version": 1, "uri": "s3://bucket/x"}, "uri"),
-        ("/fetch_weights", {"target_version": 1, "sync_dir": "gs://bucket"}, "sync_dir"),
-        ("/skyrl/v1/load_lora_adapter", {"lora_name": "a"}, "lora_path"),
-        ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}, "in_memory"),
-        ("/skyrl/v1/load_lora_adapter", {"lora_path": "/x"}, "lora_name"),
-    ],
-)
-async def test_wrong_commands_name_the_field(serve: Serve, path: str, body: object, param: str) -> None:
-    """A wrong field of a command is 400, with the name of the field."""
-    async with serve() as http:
-        answer = await http.client.post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 async def test_adapters_are_loaded_and_replaced(control: Control) -> None:

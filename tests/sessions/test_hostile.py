@@ -155,11 +155,21 @@ HOSTILE: list[tuple[dict[str, Any], int]] = [
     ({"messages": [{"role": "user", "content": deep(500)}]}, 400),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, 400),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "a", "function": 5}]}, USER]}, 400),
+    ({"messages": []}, 400),
+    ({"messages": [USER], "tokens": [1]}, 400),
+    ({"messages": [USER], "nvext": {"token_data": [1]}}, 400),
+    ({"messages": [USER], "continue_final_message": True}, 400),
+    ({"messages": [{"role": "nobody"}, {"role": 5}]}, 400),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [5]}]}, 400),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, 400),
 ]
 
 
 async def test_hostile_bodies_have_typed_errors(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
-    """Long, deep, disordered and malformed histories are answered, or rejected with a code, and later turns work."""
+    """Long, deep, disordered and malformed histories are answered, or rejected with a code, and later turns work.
+
+    So is a turn that would replace the prompt.
+    """
     async with serving(nats_url, fleet, tmp_path) as (_, owner):
         for number, (body, status) in enumerate(HOSTILE):
             writes[:] = ["One.", "Two."]
