@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
-import pytest
 from msgspec.structs import replace
 
 from rollbus.frontend.http import Settings
-from rollbus.workers.engines.synthetic.batch import SyntheticBatch
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import Http, http_service
 from tests.sessions.families import TEMPLATES, tokenizer_of
@@ -50,36 +47,6 @@ def save_qwen3(folder: Path) -> Path:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list of texts of which each new request writes the next one, followed by the end of its turn."""
-    texts: list[str] = []
-    of_request: dict[str, tuple[list[int], int]] = {}
-
-    def sample(batch: Any, choices: Any) -> Any:
-        table = batch._table
-        sampled = []
-        for running, count in zip(batch._running, table["count"].tolist(), strict=True):
-            request = running.request
-            if request.request_id not in of_request:
-                text = texts.pop(0) if texts else "Nothing."
-                if "<think>" not in text and "<tool_call>" not in text:
-                    # Without it, the parser takes the whole text for reasoning.
-                    text = f"<think>\n\n</think>\n\n{text}"
-                ids = [*tokenizer_of("qwen3").encode(text, add_special_tokens=False), EOS]
-                of_request[request.request_id] = ids, request.prompt_len
-            # A later attempt has the tokens so far in its prompt.
-            ids, before = of_request[request.request_id]
-            sampled.append(ids[min(int(count) + request.prompt_len - before, len(ids) - 1)])
-        found = np.array(sampled, np.uint64)
-        table["last"][:] = found
-        table["count"] += np.uint64(1)
-        return found
-
-    monkeypatch.setattr(SyntheticBatch, "_sample", sample)
-    return texts
 
 
 class Owner:

@@ -22,24 +22,28 @@ from rollbus.frontend.http.sessions import manager, running, turns
 from rollbus.frontend.http.sessions.store import Claim, SessionStore, TurnRecord
 from rollbus.frontend.sessions.tree import SessionError
 from tests.http.support import Http, http_before
-from tests.sessions.support import CONFIG, Owner, agent_of, serving, writes
+from tests.sessions.support import CONFIG, Owner, Serving, agent_of
 from tests.support.waits import until
 
-__all__ = ["writes"]
 USER = {"role": "user", "content": "How much is 1 + 2?"}
 ASKED: dict[str, Any] = {"model": "synthetic", "messages": [USER]}
 
 
-@contextlib.asynccontextmanager
-async def two_services(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[tuple[Http, Owner, Http]]:
-    """Serve one fleet, whose engine is slow, with two services."""
-    settings = Settings(tokenizer=folder, tool_call_parser="hermes", reasoning_parser="qwen3")
-    async with (
-        serving(nats_url, fleet, folder, config=replace(CONFIG, step_s=0.005)) as (http, owner),
-        http_before(nats_url, fleet, settings) as other,
-    ):
-        await other.own.fleet.wait_for_workers()
-        yield http, owner, other
+@pytest.fixture
+def two_services(serve: Serving, nats_url: str, fleet: str, tmp_path: Path) -> Any:
+    """Return a function that serves one fleet, whose engine is slow, with two services."""
+
+    @contextlib.asynccontextmanager
+    async def both() -> AsyncIterator[tuple[Http, Owner, Http]]:
+        settings = Settings(tokenizer=tmp_path, tool_call_parser="hermes", reasoning_parser="qwen3")
+        async with (
+            serve(config=replace(CONFIG, step_s=0.005)) as (http, owner),
+            http_before(nats_url, fleet, settings) as other,
+        ):
+            await other.own.fleet.wait_for_workers()
+            yield http, owner, other
+
+    return both
 
 
 async def begin(agent: "openai.AsyncOpenAI", **fields: Any) -> Any:
@@ -52,12 +56,12 @@ async def begin(agent: "openai.AsyncOpenAI", **fields: Any) -> Any:
 
 
 async def test_an_end_at_another_service_stops_a_running_turn(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    two_services: Any, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn stops and keeps its tokens if its session ends at another service. Later turns are 410 at both."""
     monkeypatch.setattr(manager, "WATCH_S", 0.05)
     writes += ["Slowly, " * 800]
-    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+    async with two_services() as (http, owner, other):
         session = await owner.open()
         async with agent_of(session) as agent:
             events = await begin(agent)
@@ -75,11 +79,11 @@ async def test_an_end_at_another_service_stops_a_running_turn(
 
 @pytest.mark.parametrize("headers", [{"Idempotency-Key": "k"}, {"X-Stainless-Retry-Count": "1"}])
 async def test_a_retry_of_a_running_turn_at_another_service_generates_nothing(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], headers: dict[str, str]
+    two_services: Any, writes: list[str], headers: dict[str, str]
 ) -> None:
     """While a turn runs at one service, its retry at another is a 409 that clients repeat; then it is its answer."""
     writes += ["Slowly, " * 60, "Again."]
-    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+    async with two_services() as (http, owner, other):
         session = await owner.open()
         moved = {**session, "base_url": session["base_url"].replace(http.url, other.url)}
         first_headers = {"X-Stainless-Retry-Count": "0"} | {each: v for each, v in headers.items() if "Key" in each}
@@ -96,12 +100,10 @@ async def test_a_retry_of_a_running_turn_at_another_service_generates_nothing(
         assert (await owner.read(session))["num_turns"] == 1
 
 
-async def test_two_services_that_get_a_turn_at_once_run_it_once(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_two_services_that_get_a_turn_at_once_run_it_once(two_services: Any, writes: list[str]) -> None:
     """Of several simultaneous requests with one key, at two services, one is generated. The others are 409 or equal."""
     writes += ["One.", "Two.", "Three.", "Four.", "Five.", "Six."]
-    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+    async with two_services() as (http, owner, other):
         session = await owner.open()
         headers = {"Authorization": f"Bearer {session['api_key']}", "Idempotency-Key": "k"}
         path = f"/sessions/{session['id']}/v1/chat/completions"
@@ -115,7 +117,7 @@ async def test_two_services_that_get_a_turn_at_once_run_it_once(
 
 
 async def test_the_turn_of_a_service_that_is_gone_runs_again(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    two_services: Any, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A running turn renews its claim, and a claim that its service does not renew any more stops no retry.
 
@@ -124,7 +126,7 @@ async def test_the_turn_of_a_service_that_is_gone_runs_again(
     monkeypatch.setattr(manager, "WATCH_S", 0.02)
     writes += ["Slowly, " * 60, "Again."]
     keyed = {"Idempotency-Key": "k"}
-    async with two_services(nats_url, fleet, tmp_path) as (http, owner, _):
+    async with two_services() as (http, owner, _):
         session, gone = await owner.open(), await owner.open()
         store = SessionStore(http.own)
         async with agent_of(session) as agent:
@@ -156,11 +158,11 @@ async def test_the_turn_of_a_service_that_is_gone_runs_again(
 
 
 async def test_claims_without_an_answer_or_of_another_version_delay_no_retry(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    serve: Serving, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim that NATS stored without an answer is its service's own. What no service can read is no claim."""
     writes += ["One.", "Two.", "Three."]
-    async with serving(nats_url, fleet, tmp_path) as (http, owner), agent_of(session := await owner.open()) as agent:
+    async with serve() as (http, owner), agent_of(session := await owner.open()) as agent:
         store, write = SessionStore(http.own), SessionStore.write_claim
 
         async def unanswered(*args: Any) -> None:
@@ -179,13 +181,13 @@ async def test_claims_without_an_answer_or_of_another_version_delay_no_retry(
 
 
 async def test_heads_and_turns_that_cannot_be_read_concern_only_their_sessions(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    serve: Serving, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Junk, what another version wrote and what `nats kv del` deleted end neither the service nor later openings."""
     monkeypatch.setattr(manager, "WATCH_S", 0.01)
     writes += ["Slowly, " * 100]
     slow = replace(CONFIG, step_s=0.005)
-    async with serving(nats_url, fleet, tmp_path, config=slow) as (http, owner), agent_of(await owner.open()) as agent:
+    async with serve(config=slow) as (http, owner), agent_of(await owner.open()) as agent:
         store, events = SessionStore(http.own), await begin(agent)
         (name,) = await store.names()
         found = await store._get(f"{name}.head")
@@ -203,9 +205,9 @@ async def test_heads_and_turns_that_cannot_be_read_concern_only_their_sessions(
         assert await _turns_of(owner, {"id": name}) == [True]
 
 
-async def test_a_turn_that_has_ended_takes_no_claim_of_its_retry(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_turn_that_has_ended_takes_no_claim_of_its_retry(serve: Serving) -> None:
     """A turn may end while its claim is renewed, and its retry may begin then: the retry keeps its claim."""
-    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+    async with serve() as (http, owner):
         sessions, name = manager.Sessions(http.own), (await owner.open())["id"]
         session = await sessions.load(name)
         turn, retry = (running.RunningTurn("k", "", is_stream=False) for _ in range(2))
@@ -218,13 +220,11 @@ async def test_a_turn_that_has_ended_takes_no_claim_of_its_retry(nats_url: str, 
         assert (turn.claim is None, retry.claim is None, retry.is_lost) == (True, False, False)
 
 
-async def test_a_key_counts_as_a_whole_and_a_retry_only_in_its_api(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_a_key_counts_as_a_whole_and_a_retry_only_in_its_api(serve: Serving, writes: list[str]) -> None:
     """One body in two APIs is two turns, and one key for both is an error. Long keys may differ at the end."""
     writes += ["One.", "Two.", "Three.", "Four."]
     body = {"model": "synthetic", "messages": [USER], "max_tokens": 60}
-    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+    async with serve() as (http, owner):
         session = await owner.open()
 
         async def post(api: str, **headers: str) -> httpx.Response:
@@ -245,7 +245,7 @@ async def test_a_key_counts_as_a_whole_and_a_retry_only_in_its_api(
 
 
 async def test_each_read_renews_the_lease_and_models_that_start_delay_samples_once(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    serve: Serving, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading samples renews the lease as reading the session does. All leaves wait for models for one time in all."""
     left: list[float] = []
@@ -255,7 +255,7 @@ async def test_each_read_renews_the_lease_and_models_that_start_delay_samples_on
         await asyncio.sleep(0.05)
         raise HttpError(503, "the workers start", code="no_workers")
 
-    async with serving(nats_url, fleet, tmp_path) as (http, owner), agent_of(session := await owner.open()) as agent:
+    async with serve() as (http, owner), agent_of(session := await owner.open()) as agent:
         history: list[Any] = []
         for number in range(5):
             asked = {"model": "synthetic", "messages": [*history, USER]}
@@ -277,12 +277,12 @@ async def test_each_read_renews_the_lease_and_models_that_start_delay_samples_on
 
 
 async def test_a_service_whose_claim_was_replaced_abandons_its_turn(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    two_services: Any, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service that was frozen notices that another one has its turn: it ends it and leaves the claim as it is."""
     monkeypatch.setattr(manager, "WATCH_S", 0.02)
     writes += ["Slowly, " * 800]
-    async with two_services(nats_url, fleet, tmp_path) as (http, owner, _):
+    async with two_services() as (http, owner, _):
         session, store = await owner.open(), SessionStore(http.own)
         async with agent_of(session) as agent:
             events = await begin(agent, extra_headers={"Idempotency-Key": "k"})
@@ -299,14 +299,14 @@ async def test_a_service_whose_claim_was_replaced_abandons_its_turn(
 
 
 async def test_of_two_services_that_run_a_turn_one_closes_it(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    two_services: Any, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn that goes on after its service was frozen, while its retry ran elsewhere, is no second complete turn."""
     headers: Any = {"X-Stainless-Retry-Count": "1"}
     monkeypatch.setattr(manager, "WATCH_S", 600.0)
     monkeypatch.setattr(manager, "CLAIM_S", 0.1)
     writes += ["Slowly, " * 100, "Again."]
-    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+    async with two_services() as (http, owner, other):
         session = await owner.open()
         moved = {**session, "base_url": session["base_url"].replace(http.url, other.url)}
         async with agent_of(session) as agent, agent_of(moved) as retrying:
@@ -322,12 +322,10 @@ async def test_of_two_services_that_run_a_turn_one_closes_it(
         assert await _turns_of(owner, session) == [True, False]
 
 
-async def test_a_turn_that_is_stored_stays_as_it_is(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_a_turn_that_is_stored_stays_as_it_is(serve: Serving, writes: list[str]) -> None:
     """An error after a turn was closed does not make it interrupted: no later turn could have its claim."""
     writes += ["It is 3."]
-    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+    async with serve() as (http, owner):
         session = await owner.open()
         async with agent_of(session) as agent:
             await agent.chat.completions.create(**ASKED, extra_headers={"Idempotency-Key": "k"})
@@ -353,10 +351,10 @@ async def _turns_of(owner: Owner, session: dict[str, Any]) -> list[bool]:
     return [turn["is_complete"] for turn in (await owner.read(session))["turns"]]
 
 
-async def test_a_session_ends_at_its_cost(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+async def test_a_session_ends_at_its_cost(serve: Serving, writes: list[str]) -> None:
     """At the bound of the cost a turn ends with `length`, and the next one is a 400. The cost follows the prices."""
     writes += ["It is three, I think. " * 60, "No."]
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session = await owner.open(max_cost=1.0, prompt_price=1000.0, sampled_price=10_000.0)
         async with agent_of(session, max_retries=2) as agent:
             answer = await agent.chat.completions.create(**ASKED)
@@ -377,13 +375,11 @@ async def test_a_session_ends_at_its_cost(nats_url: str, fleet: str, tmp_path: P
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_cost")
 
 
-async def test_a_fleet_has_no_more_sessions_than_it_may(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fleet_has_no_more_sessions_than_it_may(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each opening is counted, also of several at once, and a session whose retention has ended makes room."""
     monkeypatch.setattr(manager, "MAX_SESSIONS", 3)
     monkeypatch.setattr(manager, "FULL_SWEEP_S", 0.0)
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
 
         async def open_one(**fields: Any) -> httpx.Response:
             return await owner.client.post("/v1/rl/sessions", json=fields)
@@ -410,10 +406,10 @@ async def test_a_fleet_has_no_more_sessions_than_it_may(
 
 
 async def test_a_reward_that_cannot_be_stored_has_the_code_of_its_reason(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the session is gone or the bucket is full when the owner writes, the answer is that of a turn, and not 502."""
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session = await owner.open()
 
         async def change(*_: Any) -> None:

@@ -17,10 +17,9 @@ from rollbus.integrations.sessions import AgentSession, SessionFailed, open_sess
 from rollbus.trainer import PackError, Sample
 from tests.http.support import client_of, http_before, rows_of
 from tests.sessions.families import tokenizer_of
-from tests.sessions.support import CONFIG, EOS, TOOL, agent_of, serving, write_call, writes
+from tests.sessions.support import CONFIG, EOS, TOOL, Serving, agent_of, write_call
 from tests.support.waits import until
 
-__all__ = ["writes"]
 USER = {"role": "user", "content": "How much is 1 + 2 + 3 + 4 + 5?"}
 FINAL = "<think>\nThat is all.\n</think>\n\nIt is 15."
 
@@ -66,12 +65,12 @@ async def run_agent(agent: Any, messages: list[Any], *, stream: bool, **fields: 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_loop_gives_one_sample_with_the_sampled_tokens(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], stream: bool
+    serve: Serving, writes: list[str], stream: bool
 ) -> None:
     """An unchanged client runs five turns. The sample has their tokens, logprobs, versions and rows, in order."""
     texts = [write_call(1, 2), write_call(3, 3), write_call(6, 4), write_call(10, 5), FINAL]
     writes += texts
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session = await owner.open(routed_experts=True)
         async with agent_of(session) as agent:
             history = await run_agent(agent, [USER], stream=stream)
@@ -138,7 +137,7 @@ async def run_on_messages(agent: Any, history: list[Any], *, stream: bool) -> st
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["responses", "messages"])
 async def test_the_other_apis_give_the_same_sample_as_chat(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], api: str, stream: bool
+    serve: Serving, writes: list[str], api: str, stream: bool
 ) -> None:
     """The clients of Responses and Messages run five turns, whose sample is that of the chat API: one branch."""
     texts = [
@@ -148,7 +147,7 @@ async def test_the_other_apis_give_the_same_sample_as_chat(
         write_call(10, 5),
         FINAL,
     ]
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         writes += texts
         chat, session = await owner.open(routed_experts=True), await owner.open(routed_experts=True)
         async with agent_of(chat) as agent:
@@ -170,11 +169,11 @@ async def test_the_other_apis_give_the_same_sample_as_chat(
 
 
 async def test_the_other_apis_join_a_session_by_its_id_and_refuse_what_it_cannot_have(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+    serve: Serving, writes: list[str]
 ) -> None:
     """`X-Session-ID` joins on the ordinary routes. Errors have the format and the names of each API."""
     writes += ["One.", "Two."]
-    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+    async with serve() as (http, owner):
         session = await owner.open()
         key, joined = {"x-api-key": session["api_key"]}, {"X-Session-ID": session["id"]}
         told = {"model": "synthetic", "messages": [USER], "max_tokens": 100}
@@ -204,10 +203,10 @@ async def test_the_other_apis_join_a_session_by_its_id_and_refuse_what_it_cannot
         assert (await owner.read(session))["num_turns"] == 2
 
 
-async def test_edited_and_repeated_histories_fork(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+async def test_edited_and_repeated_histories_fork(serve: Serving, writes: list[str]) -> None:
     """A changed answer, a compacted history and the same request again give branches with reasons, and own samples."""
     writes += [write_call(1, 2), "It is 3.", "It is three.", "Compacted.", "Again."]
-    async with serving(nats_url, fleet, tmp_path) as (_, owner), agent_of(session := await owner.open()) as agent:
+    async with serve() as (_, owner), agent_of(session := await owner.open()) as agent:
         call, _ = await turn(agent, [USER])
         result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "3"}
         await turn(agent, [USER, call, result])
@@ -230,11 +229,11 @@ async def test_edited_and_repeated_histories_fork(nats_url: str, fleet: str, tmp
 
 
 async def test_another_service_answers_the_session_and_a_restart_loses_no_turn(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+    serve: Serving, nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
 ) -> None:
     """Turns that two services answer in one session are one sample, and a new service has all of them."""
     writes += [write_call(1, 2), write_call(3, 3), "It is 6."]
-    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+    async with serve() as (http, owner):
         session = await owner.open(routed_experts=True)
         settings = Settings(tokenizer=tmp_path, tool_call_parser="hermes", reasoning_parser="qwen3")
         async with agent_of(session) as agent:
@@ -254,10 +253,10 @@ async def test_another_service_answers_the_session_and_a_restart_loses_no_turn(
     assert rows_of(sample["routed_experts"]).shape[0] == len(sample["token_ids"]) - 1
 
 
-async def test_keys_names_and_ends(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+async def test_keys_names_and_ends(serve: Serving, writes: list[str]) -> None:
     """Only the session's key gives access. An ended session is 410, and its samples and rewards stay."""
     writes += ["One.", "Two.", "Three."]
-    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+    async with serve() as (http, owner):
         session, other = await owner.open(), await owner.open()
         for wrong in ({**session, "api_key": other["api_key"]}, {**session, "base_url": f"{http.url}/sessions/x/v1"}):
             async with agent_of(wrong) as agent:
@@ -284,12 +283,10 @@ async def test_keys_names_and_ends(nats_url: str, fleet: str, tmp_path: Path, wr
         assert (await owner.client.get("/v1/rl/sessions/ses-x/samples")).status_code == 404
 
 
-async def test_limits_end_a_turn_with_length_and_reject_the_next(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_limits_end_a_turn_with_length_and_reject_the_next(serve: Serving, writes: list[str]) -> None:
     """At a bound of tokens a turn ends with `length`, and the next one is a 400 that no client retries."""
     writes += ["It is fifteen, I think." * 60, "No."]
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session = await owner.open(max_tokens=900)
         async with agent_of(session, max_retries=2) as agent:
             message, reason = await turn(agent, [USER])
@@ -308,12 +305,10 @@ async def test_limits_end_a_turn_with_length_and_reject_the_next(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_retry_is_the_same_turn(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], stream: bool
-) -> None:
+async def test_a_retry_is_the_same_turn(serve: Serving, writes: list[str], stream: bool) -> None:
     """A retry with the same key, or with the header of an SDK, gets the stored answer; another body is an error."""
     writes += ["One.", "Two."]
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session = await owner.open()
         async with agent_of(session) as agent:
             key = {"Idempotency-Key": "k1"}
@@ -328,12 +323,12 @@ async def test_a_retry_is_the_same_turn(
 
 
 async def test_a_turn_that_its_client_leaves_goes_on_for_a_retry_and_keeps_its_tokens(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+    serve: Serving, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A retry attaches to the running turn. Without one, the turn ends, and its tokens are no leaf by default."""
     writes += ["Slowly, " * 100, "Slowly, " * 100]
     config = replace(CONFIG, step_s=0.005)
-    async with serving(nats_url, fleet, tmp_path, config=config) as (_, owner):
+    async with serve(config=config) as (_, owner):
         session = await owner.open()
         async with agent_of(session) as agent:
             for key, attaches in (("k1", True), ("k2", False)):
@@ -359,13 +354,11 @@ async def test_a_turn_that_its_client_leaves_goes_on_for_a_retry_and_keeps_its_t
         assert len(await owner.samples(session, interrupted=True)) == 2
 
 
-async def test_reasoning_that_the_template_drops_stays_or_forks(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_reasoning_that_the_template_drops_stays_or_forks(serve: Serving, writes: list[str]) -> None:
     """With `keep` the sampled reasoning stays in the context; with `template` the next question forks."""
     for policy, forks in (("keep", [None, None]), ("template", [None, "reasoning_dropped"])):
         writes += [FINAL, "Yes."]
-        async with serving(nats_url, fleet, tmp_path) as (_, owner):
+        async with serve() as (_, owner):
             session = await owner.open(reasoning=policy)
             async with agent_of(session) as agent:
                 message, _ = await turn(agent, [USER])
@@ -376,12 +369,10 @@ async def test_reasoning_that_the_template_drops_stays_or_forks(
             assert len(await owner.samples(session)) == (1 if policy == "keep" else 2)
 
 
-async def test_the_client_of_trainers_returns_samples(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_the_client_of_trainers_returns_samples(serve: Serving, writes: list[str]) -> None:
     """`open_session` gives a URL and a key, samples of the trainer's type, and typed errors."""
     writes += [write_call(1, 2), "It is 3."]
-    async with serving(nats_url, fleet, tmp_path) as (http, _):
+    async with serve() as (http, _):
         async with open_session(http.url, routed_experts=True, max_turns=5) as session:
             async with openai.AsyncOpenAI(base_url=session.url, api_key=session.api_key) as agent:
                 await run_agent(agent, [USER], stream=True)
@@ -397,9 +388,7 @@ async def test_the_client_of_trainers_returns_samples(
                 pass
 
 
-async def test_a_group_of_sessions_has_the_advantages_of_its_rewards(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_a_group_of_sessions_has_the_advantages_of_its_rewards(serve: Serving, writes: list[str]) -> None:
     """Each member has its own session, and its leaves have the member's advantage. A failed agent ends all sessions."""
     opened: list[str] = []
 
@@ -413,7 +402,7 @@ async def test_a_group_of_sessions_has_the_advantages_of_its_rewards(
                 await turn(client, [USER])
         return float(number)
 
-    async with serving(nats_url, fleet, tmp_path) as (http, _):
+    async with serve() as (http, _):
         found = await run_group(http.url, agent, n=2, max_turns=5)
         assert sorted((each.reward, round(float(each.sample.advantage), 3)) for each in found) == [
             (1.0, -1.0),
@@ -430,9 +419,7 @@ async def test_a_group_of_sessions_has_the_advantages_of_its_rewards(
             await run_group(http.url, agent, n=0)
 
 
-async def test_other_tools_fork_if_the_tokenizer_changes_text(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_other_tools_fork_if_the_tokenizer_changes_text(serve: Serving, writes: list[str]) -> None:
     """Changed text makes the comparison say nothing. Then no turn goes on with other tools, which its prompt lacks."""
     writes += ["One.", "Two."]
     backend: Any = tokenizer_of("qwen3").wrapped
@@ -440,7 +427,7 @@ async def test_other_tools_fork_if_the_tokenizer_changes_text(
     asked = {"role": "user", "content": "Cafe\u0301?"}
     before, backend.normalizer = backend.normalizer, normalizers.NFC()
     try:
-        async with serving(nats_url, fleet, tmp_path) as (_, owner), agent_of(session := await owner.open()) as agent:
+        async with serve() as (_, owner), agent_of(session := await owner.open()) as agent:
             answer, _ = await turn(agent, [asked], tools=None)
             await turn(agent, [asked, answer, asked])
             forks = [each["fork"] for each in (await owner.read(session))["turns"]]

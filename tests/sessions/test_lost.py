@@ -21,7 +21,7 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.bus.record.test_rows import generation
 from tests.http.support import http_before
-from tests.sessions.support import CONFIG, Owner, agent_of, save_qwen3, serving
+from tests.sessions.support import CONFIG, Owner, Serving, agent_of, save_qwen3
 from tests.support.fleet import synthetic_worker, until_state
 from tests.support.waits import UNHURRIED_LEASE_S, until, until_true
 
@@ -150,14 +150,14 @@ async def test_a_stateful_turn_that_fails_keeps_its_tokens_and_shows_meanwhile_t
 
 
 async def test_a_stateful_turn_that_fails_after_a_comment_is_an_error_that_each_client_raises(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The status is sent with the first comment. So the error is an event, in the form that the API's client raises."""
     for module in (running, writer, format):
         monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.05)
     config = replace(CONFIG, step_s=0.05)
     plain = {"tool_call_parser": None, "reasoning_parser": None}
-    async with serving(nats_url, fleet, tmp_path, config=config, **plain) as (_, owner):
+    async with serve(config=config, **plain) as (_, owner):
         session = await owner.open()
         claude = anthropic.AsyncAnthropic(
             base_url=session["base_url"].removesuffix("/v1"), api_key=session["api_key"], max_retries=0

@@ -1,16 +1,14 @@
 """OpenAI's Responses API in a session, where a request has only what follows the response that it names."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.sessions.support import TOOL, agent_of, serving, write_call, writes
+from tests.sessions.support import TOOL, Serving, agent_of, write_call
 
-__all__ = ["writes"]
 ASKED: dict[str, Any] = {"model": "synthetic", "tools": [{"type": "function", **TOOL["function"]}], "store": True}
 
 
@@ -31,12 +29,12 @@ def result_of(response: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("instructions", [None, "Use the tool."])
 async def test_turns_that_name_the_response_before_them_are_one_branch(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], stream: bool, instructions: str | None
+    serve: Serving, writes: list[str], stream: bool, instructions: str | None
 ) -> None:
     """Five turns with only a result each have the tokens of a whole history, and so has a sixth one with all of it."""
     writes += [write_call(1, 2), write_call(3, 3), write_call(6, 4), write_call(10, 5), "It is 15.", "Yes."]
     question = {"role": "user", "content": "How much is 1 + 2 + 3 + 4 + 5?"}
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session = await owner.open()
         async with agent_of(session) as agent:
             response = await ask(agent, [question], stream=stream, instructions=instructions)
@@ -55,12 +53,10 @@ async def test_turns_that_name_the_response_before_them_are_one_branch(
         assert sample["messages"][0]["role"] == ("user" if instructions is None else "system")
 
 
-async def test_a_response_may_be_continued_twice_and_others_are_rejected(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_a_response_may_be_continued_twice_and_others_are_rejected(serve: Serving, writes: list[str]) -> None:
     """Two continuations are two branches. An unknown response and a call without a result are errors of the client."""
     writes += [write_call(1, 2), "It is 3.", "It is 4."]
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session, other = await owner.open(), await owner.open()
         async with agent_of(session) as agent, agent_of(other) as stranger:
             first = await ask(agent, "How much is 1 + 2?", instructions="Be brief.")
@@ -80,12 +76,10 @@ async def test_a_response_may_be_continued_twice_and_others_are_rejected(
         assert {each["messages"][0]["content"] for each in samples} == {"Be brief."}
 
 
-async def test_a_response_is_continued_by_the_name_of_its_session_too(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_a_response_is_continued_by_the_name_of_its_session_too(serve: Serving, writes: list[str]) -> None:
     """On the ordinary route, the header or `user` names the session of the response. Another session has none."""
     writes += ["It is 3.", "Yes.", "Really."]
-    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+    async with serve() as (http, owner):
         session, other = await owner.open(), await owner.open()
         asked: dict[str, Any] = {"model": "synthetic", "input": "1 + 2?"}
 
@@ -108,12 +102,10 @@ async def test_a_response_is_continued_by_the_name_of_its_session_too(
             assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
 
 
-async def test_input_after_a_response_changes_nothing_that_was_served(
-    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
-) -> None:
+async def test_input_after_a_response_changes_nothing_that_was_served(serve: Serving, writes: list[str]) -> None:
     """A call that a client adds to a served answer is only in its own request. A system message may have parts."""
     writes += ["It is 3.", "It is 4.", "It is 5."]
-    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+    async with serve() as (_, owner):
         session = await owner.open()
         system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
         async with agent_of(session) as agent:

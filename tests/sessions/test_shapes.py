@@ -14,10 +14,9 @@ from rollbus.frontend.sessions.samples import leaf_sample, rllm_traces, verifier
 from rollbus.integrations.sessions import open_session
 from tests.control.support import write_checkpoint
 from tests.http.support import http_service
-from tests.sessions.support import CONFIG, TOOL, Owner, agent_of, save_qwen3, serving, write_call, writes
+from tests.sessions.support import CONFIG, TOOL, Owner, Serving, agent_of, save_qwen3, write_call
 from tests.sessions.test_tree import USER, add, called, small_tree, tool
 
-__all__ = ["writes"]
 LIST, TEXT, NUMBER, OBJECT = list, str, (int, float), dict
 RLLM: dict[str, Any] = {
     "trace_id": TEXT,
@@ -142,10 +141,10 @@ async def test_a_session_whose_weights_changed_says_which_computed_its_kv(
     assert {(version, turn) for version, turn, is_sampled in sampled if is_sampled} == {(0, 0), (7, 1)}
 
 
-async def test_samples_are_recorded_as_parquet(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+async def test_samples_are_recorded_as_parquet(serve: Serving, tmp_path: Path, writes: list[str]) -> None:
     """The record of a run has the samples of sessions, with their experts, and reads them as they were."""
     writes += [write_call(1, 2), "It is 3.", "No."]
-    async with serving(nats_url, fleet, tmp_path) as (http, _), open_session(http.url, routed_experts=True) as session:
+    async with serve() as (http, _), open_session(http.url, routed_experts=True) as session:
         async with openai.AsyncOpenAI(base_url=session.url, api_key=session.api_key) as agent:
             asked: Any = {"model": "synthetic", "messages": [USER], "tools": [TOOL]}
             (choice,) = (await agent.chat.completions.create(**asked)).choices
