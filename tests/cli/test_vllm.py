@@ -136,14 +136,19 @@ def test_the_demo_shows_experts_pause_new_weights_an_empty_cache_and_a_killed_wo
     """The demo shows an answer token by token with its experts, completes all questions, and has a row per layer.
 
     Requests wait while the fleet is paused, an answer continues with new weights, the flushed cache is empty, and the
-    requests of a killed worker move to its next process and are whole.
+    requests of a killed worker move to its next process and are whole. The new weights replace a tiny MoE of another
+    release.
     """
     prompts = list(read_prompts(open_input(str(QUESTIONS)), Defaults(sampling={"max_tokens": 16})))
     tour = Tour(
         prompts=prompts, source=QUESTIONS, fleet="default", state_dir=up.model.parent, as_json=False, is_verbose=False
     )
 
+    stale = up.model.with_name(f"{TINY_MOE}-1") / "tiny_moe.json"
+    stale.parent.mkdir()
+    stale.write_text("{}")
     next_weights = asyncio.run(make_tiny_moe(up.model.parent, seed=1))
+    assert (next_weights, stale.read_text() != "{}") == (stale.parent, True)
 
     asyncio.run(tour.show(up.nats, load_tokenizer(up.model), next_weights))
 
@@ -187,21 +192,15 @@ def test_all_processes_exit_after_up_is_killed(up: Up) -> None:
         assert becomes_true(partial(is_dead, pid))
 
 
-async def test_a_tiny_moe_of_another_release_is_replaced(tmp_path: Path) -> None:
-    """A tiny MoE of another release is created again. A folder with other content stays and is named in the error."""
-    stale = tmp_path / "stale" / TINY_MOE / "tiny_moe.json"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("{}")
-    other = tmp_path / "other" / TINY_MOE / "thesis.txt"
-    other.parent.mkdir(parents=True)
+async def test_a_folder_with_other_content_is_no_tiny_moe(tmp_path: Path) -> None:
+    """A folder with other content stays and is named in the error."""
+    other = tmp_path / TINY_MOE / "thesis.txt"
+    other.parent.mkdir()
     other.write_text("mine")
 
-    folder = await make_tiny_moe(tmp_path / "stale")
     with pytest.raises(CommandFailed, match="is not the requested model"):
-        await make_tiny_moe(tmp_path / "other")
+        await make_tiny_moe(tmp_path)
 
-    assert (folder / "config.json").is_file()
-    assert stale.read_text() != "{}"
     assert other.read_text() == "mine"
 
 

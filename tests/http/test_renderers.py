@@ -20,7 +20,7 @@ from tests.http.support import http_before, rows_of
 
 pytestmark = pytest.mark.vllm
 
-NUM_ROLLOUTS = 64
+NUM_ROLLOUTS = 16
 QUESTIONS = ("How many apples are left?", "And when does the train arrive?", "Please explain.")
 
 
@@ -57,9 +57,7 @@ async def rollout(client: AsyncOpenAI, renderer: Renderer, model: str, number: i
     return turns
 
 
-async def test_the_turns_of_64_parallel_rollouts_have_all_rows(
-    nats_url: str, real_fleet: str, renderer: Renderer
-) -> None:
+async def test_the_turns_of_parallel_rollouts_have_all_rows(nats_url: str, real_fleet: str, renderer: Renderer) -> None:
     """Each turn has its tokens and logprobs, and the rows of the turns join to those of the conversation."""
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()

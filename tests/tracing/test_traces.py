@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from rollbus.workers.worker import Worker
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.processes import LASTING, worker_process
-from tests.support.waits import UNHURRIED_LEASE_S, until_true
+from tests.support.waits import ENGINE_STARTS_S, SOON_S, UNHURRIED_LEASE_S, until_true
 from tests.tracing.otlp import Collector, collector
 
 CALLER = "b7ad6b7169203331"
@@ -304,19 +305,26 @@ async def test_a_trace_of_a_real_engine_has_queue_worker_and_engine_below_the_ca
     nats_url: str, fleet: str, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trace has queue, worker and engine below the call, with the engine's first token and cache hits."""
+    # This import loads vLLM's launcher.
+    from tests.support.real_fleet import ForkedWorker
+
     prompt, sampling = list(range(1, 300)), SamplingParams(max_tokens=8, ignore_eos=True)
     with collector() as collected:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collected.url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        vllm = ("--model", str(tiny_moe_float32), "--engine", "vllm", "--no-prove-reload", "--served-model-name", "m")
-        async with (
-            worker_process(nats_url, fleet, "--otel", *LASTING, *vllm, engine_args=ENGINE_ARGS),
-            rollbus.connect(nats_url, fleet=fleet, tracing=True) as rb,
-        ):
-            await rb.fleet.wait_for_workers()
-            for _ in range(2):
-                await rb.complete(GenerateRequest(prompt_token_ids=prompt, sampling=sampling))
-            await collected.until("engine", 2)
+        worker = ForkedWorker(
+            *("--nats", nats_url, "--fleet", fleet, "--listen-s", "0", "--otel", "--no-prove-reload", *LASTING),
+            *("--model", str(tiny_moe_float32), "--served-model-name", "m", "--engine-args", json.dumps(ENGINE_ARGS)),
+        )
+        try:
+            async with rollbus.connect(nats_url, fleet=fleet, tracing=True) as rb:
+                await rb.fleet.wait_for_workers(timeout_s=ENGINE_STARTS_S)
+                for _ in range(2):
+                    await rb.complete(GenerateRequest(prompt_token_ids=prompt, sampling=sampling))
+                await collected.until("engine", 2)
+        finally:
+            worker.terminate()
+            await asyncio.to_thread(worker.wait, SOON_S)
 
     first, second = collected.named("text_completion")
     engines = collected.named("engine")
