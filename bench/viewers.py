@@ -84,7 +84,7 @@ async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None
         rollbus.connect(server.url) as rb,
     ):
         await rb.fleet.wait_for_workers()
-        await tokens_in(rb, 1.0)
+        await tokens_in(rb, min(seconds, 1.0))
         found = await take_turns(rounds, [0, viewers], lambda count: measure(rb, service, count, seconds))
     for count, figures in found.items():
         report.add(viewers=count, **spreads(figures))

@@ -178,6 +178,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
 
     names = inspect.signature(pyfuncitem.obj).parameters
-    with asyncio.Runner(debug=False, loop_factory=LOOPS[pyfuncitem.funcargs.get("loop", "asyncio")]) as runner:
+    with asyncio.Runner(debug=False, loop_factory=LOOPS[str(pyfuncitem.funcargs.get("loop", "asyncio"))]) as runner:
         runner.run(bounded())
     return True

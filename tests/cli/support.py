@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -81,37 +81,38 @@ def command(*args: str) -> list[str]:
     return [sys.executable, "-P", "-m", CLI, *args]
 
 
+Running = AbstractContextManager[tuple[subprocess.Popen[str], dict[str, Any]]]
+
+
 @contextmanager
-def running_up(
-    *args: str, log: Path, env: Mapping[str, str] = ENV
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run `rollbus up --json` at a free port. Yield the process and the JSON object that it prints when it is ready."""
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            command("up", "--json", "--nats", "nats://127.0.0.1:0", *args),
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-        with process:
-            try:
-                if process.stdout is None:
-                    raise RuntimeError("no stdout")
-                line = process.stdout.readline()
-                if not line:
-                    raise RuntimeError(f"rollbus up ended with {process.wait()}:\n{log.read_text()}")
-                yield process, json.loads(line)
-            finally:
-                process.terminate()
+def running(*args: str, log: Path, env: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run a subcommand with --json. Yield the process and the JSON object that it prints when it is ready."""
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            command(*args, "--json"), env=env, stdout=subprocess.PIPE, stderr=stderr, text=True
+        ) as process,
+    ):
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            if not line:
+                raise RuntimeError(f"rollbus {args[0]} ended with {process.wait()}:\n{log.read_text()}")
+            yield process, json.loads(line)
+        finally:
+            process.terminate()
 
 
-def serves(nats: str, count: int = 1) -> bool:
-    """Return True if exactly `count` workers serve at this address, now or soon."""
+def running_up(*args: str, log: Path, env: Mapping[str, str] = ENV) -> Running:
+    """Run `rollbus up --json` at a free port."""
+    return running("up", "--nats", "nats://127.0.0.1:0", *args, log=log, env=env)
+
+
+def serves(nats: str, count: int = 1, fleet: str = "default") -> bool:
+    """Return True if exactly `count` workers of a fleet serve at this address, now or soon."""
 
     async def look() -> bool:
         try:
-            async with bus.connect(nats) as rb:
+            async with bus.connect(nats, fleet=fleet) as rb:
                 await rb.fleet.wait_for_workers(count, timeout_s=SOON_S)
                 return len((await rb.fleet.state()).workers) == count
         except (BusBroken, NoWorkers):

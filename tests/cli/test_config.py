@@ -1,6 +1,7 @@
 """`rollbus init`, `rollbus up --config`, and the completion of shells."""
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -25,7 +26,7 @@ from rollbus.schemas.options import duration, size
 from rollbus.workers.__main__ import main as worker_main
 from rollbus.workers.__main__ import parser as process_parser
 from rollbus.workers.engines import ENGINES
-from tests.cli.support import ENV, ROOT, processes_with, running_up
+from tests.cli.support import ENV, ROOT, processes_with, rollbus, running_up
 from tests.support.processes import becomes_true
 
 
@@ -485,8 +486,11 @@ def is_back(worker: str, old: int, nats: str) -> bool:
 
 
 @pytest.mark.slow
-def test_up_assigns_each_worker_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`up` assigns GPUs also to prefill workers, keeps the assignment after a restart, and logs it."""
+def test_up_assigns_each_worker_its_role_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --prefill-workers, each worker has a role, and long prompts go to a prefill worker first.
+
+    `up` assigns GPUs also to prefill workers, keeps the assignment after a restart, and logs it.
+    """
     driver(tmp_path, monkeypatch, lists(FOUR))
     env = {**ENV, "PATH": os.environ["PATH"]}
     log = tmp_path / "log"
@@ -494,9 +498,20 @@ def test_up_assigns_each_worker_its_own_gpus(tmp_path: Path, monkeypatch: pytest
     with running_up("--engine", "synthetic", *workers, log=log, env=env) as (_, info):
         nats = info["nats"]
         assert info.keys() == {"nats", "http", "workers"}
+        assert info["workers"] == ["local-0", "local-1"]
+        table = rollbus("status", nats=nats).stdout.partition("\n\n")[0]
+        assert [line.split()[:4] for line in table.splitlines()[1:]] == [
+            ["serving", "local-0", "synthetic", "decode"],
+            ["serving", "local-1", "synthetic", "prefill"],
+        ]
+        prompts = tmp_path / "in.jsonl"
+        prompts.write_text(json.dumps({"prompt_token_ids": [5] * 100, "max_tokens": 4}))
+        done = rollbus("generate", "--input", str(prompts), "--output", str(tmp_path / "out.jsonl"), nats=nats)
+        assert done.returncode == 0, done.stderr
         old, first = visible("local-0", nats)
         assert (first, visible("local-1", nats)[1]) == ("0,1", "2,3")
         assert "GPUs of nvidia-smi: local-0 has 0, 1; local-1 has 2, 3\n" in log.read_text()
         os.kill(old, signal.SIGKILL)
         assert becomes_true(lambda: is_back("local-0", old, nats))
         assert becomes_true(lambda: visible("local-0", nats)[1] == "0,1")
+    assert "worker.ended worker=local-1 stats=WorkerStats(intake=IntakeStats(taken=1," in log.read_text()

@@ -13,7 +13,7 @@ from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import published_bucket
 from rollbus.frontend.cli.doctor.machine import Finding, Status
 from rollbus.frontend.cli.doctor.server import examine_bus
-from tests.cli.support import run_rollbus
+from tests.cli.support import run_rollbus, run_together
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.nats_server import require_binary
@@ -65,15 +65,14 @@ async def check_a_queue_without_leader(cluster: NatsCluster, urls: str) -> None:
     await cluster.servers[leader].kill()
     await cluster.meta_leader()
 
-    async def problem() -> str:
-        status = await run_rollbus(urls, "f", "status", "--json")
-        return str(json.loads(status.stdout)["queue_problems"].get(MODEL))
+    async def is_found() -> bool:
+        return "2 of 3 known servers are reachable" in about(await findings(urls), f"queue of {MODEL}", Status.FAIL)
 
-    await until(problem, "has no leader: 2 of 3 known servers are reachable")
-    status = await run_rollbus(urls, "f", "status")
-    assert "has no leader: 2 of 3 known servers are reachable" in status.stdout
-    found = await findings(urls)
-    assert "2 of 3 known servers are reachable" in about(found, f"queue of {MODEL}", Status.FAIL)
+    await until(is_found, expected=True)
+    table, as_json = await run_together(urls, "f", "status", "status --json")
+    problem = "has no leader: 2 of 3 known servers are reachable"
+    assert problem in table.stdout
+    assert json.loads(as_json.stdout)["queue_problems"] == {MODEL: problem}
     await cluster.servers[leader].restart()
     await cluster.ready()
 

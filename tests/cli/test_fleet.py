@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
-from tests.cli.support import ENV, command, on_terminal, processes_with, rollbus, running_up
+from tests.cli.support import ENV, command, on_terminal, processes_with, rollbus, running_up, serves
 from tests.support.processes import becomes_true
 
 pytestmark = pytest.mark.slow
@@ -139,24 +139,24 @@ def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:
 
 def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
     """After SIGKILL, the same command finishes the run with each prompt and each array exactly once."""
-    path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(1000)))
+    path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(400)))
     output = tmp_path / "out.jsonl"
-    args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "16")
+    args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "2")
     process = subprocess.Popen(command("generate", *args), env={**ENV, "ROLLBUS_NATS": nats})
-    assert becomes_true(lambda: output.exists() and output.read_bytes().count(b"\n") > 100)
+    assert becomes_true(lambda: output.exists() and output.read_bytes().count(b"\n") > 50)
     process.kill()
     process.wait()
     kept = output.read_bytes().count(b"\n")
-    assert kept < 1000
+    assert kept < 400
 
     code, report, stderr = generate(nats, path, "--routed-experts", "npz")
 
     assert (code, stderr) == (0, "")
-    assert (report["resumed"], report["done"]) == (kept, 1000 - kept)
+    assert (report["resumed"], report["done"]) == (kept, 400 - kept)
     results = read(output)
-    assert sorted(results) == list(range(1000))
+    assert sorted(results) == list(range(400))
     with np.load(tmp_path / "out.npz") as arrays:
-        assert len(arrays.files) == 1000
+        assert len(arrays.files) == 400
         assert all(list(arrays[line["routed_experts"]["key"]].shape) == line["routed_experts"]["shape"] for line in
                    list(results.values())[::50])  # fmt: skip
     assert generate(nats, path, "--routed-experts", "npz")[1]["done"] == 0
@@ -205,9 +205,8 @@ def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert becomes_true(
-            lambda: "serving  by-hand  synthetic" in rollbus("status", "--fleet", "hand", nats=nats).stdout
-        )
+        assert serves(nats, fleet="hand")
+        assert "serving  by-hand  synthetic" in rollbus("status", "--fleet", "hand", nats=nats).stdout
     finally:
         worker.terminate()
 
@@ -239,7 +238,7 @@ def test_up_restarts_a_dead_worker_and_stops_in_order(tmp_path: Path) -> None:
             )
         path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1], "max_tokens": 2})
         assert generate(nats, path)[1]["done"] == 1
-        assert becomes_true(lambda: rollbus("status", nats=nats).stdout.count("serving") == 2)
+        assert serves(nats, 2)
         assert process.poll() is None
         process.terminate()
         assert process.stdout.read() == ""
@@ -285,19 +284,3 @@ def test_up_reports_the_error_of_a_worker_that_fails_to_start(tmp_path: Path) ->
     assert (done.returncode, done.stdout) == (1, "")
     assert "worker local-0 ended with exit code 2" in done.stderr
     assert "speed" in done.stderr.splitlines()[-1]
-
-
-def test_up_starts_prefill_workers_for_long_prompts(tmp_path: Path) -> None:
-    """With --prefill-workers, each worker has a role, and long prompts go to a prefill worker first."""
-    log = tmp_path / "log"
-    with running_up("--engine", "synthetic", "--prefill-workers", "1", log=log) as (_, info):
-        assert info["workers"] == ["local-0", "local-1"]
-        table = rollbus("status", nats=info["nats"]).stdout.partition("\n\n")[0]
-        assert [line.split()[:4] for line in table.splitlines()[1:]] == [
-            ["serving", "local-0", "synthetic", "decode"],
-            ["serving", "local-1", "synthetic", "prefill"],
-        ]
-        path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [5] * 100, "max_tokens": 4, "temperature": 0})
-        code, report, stderr = generate(info["nats"], path)
-        assert (code, report["failed"]) == (0, 0), stderr
-    assert "worker.ended worker=local-1 stats=WorkerStats(intake=IntakeStats(taken=1," in log.read_text()

@@ -4,8 +4,6 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.local.http import bind_address
-from tests.cli.support import ENV, command, descendants_of, rollbus, running_up
+from tests.cli.support import ENV, Running, descendants_of, rollbus, running, running_up
 from tests.support.processes import becomes_true
 from tests.support.waits import Shared
 
@@ -31,24 +29,9 @@ def fleet_url(ups: Shared[tuple[Any, dict[str, Any]]]) -> tuple[str, str]:
     return info["nats"], info["http"]
 
 
-@contextmanager
-def running_frontend(nats: str, log: Path, *args: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `rollbus frontend --json`. Yield the process and the address of the service."""
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            command("frontend", "--json", *args),
-            env={**ENV, "ROLLBUS_NATS": nats, **env},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    with process:
-        try:
-            line = process.stdout.readline()
-            assert line, log.read_text()
-            yield process, json.loads(line)["http"]
-        finally:
-            process.terminate()
+def running_frontend(nats: str, log: Path, *args: str, **env: str) -> Running:
+    """Run `rollbus frontend --json`."""
+    return running("frontend", *args, log=log, env={**ENV, "ROLLBUS_NATS": nats, **env})
 
 
 def test_up_serves_http(fleet_url: tuple[str, str]) -> None:
@@ -63,9 +46,15 @@ def test_up_serves_http(fleet_url: tuple[str, str]) -> None:
 
 
 def test_frontend_starts_and_stops(fleet_url: tuple[str, str], tmp_path: Path) -> None:
-    """`frontend` prints its address and serves. After Ctrl-C, it exits with 0 and leaves no process or listener."""
-    with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
-        assert httpx.get(f"{http}/health").status_code == 200
+    """`frontend` prints its address and serves. After Ctrl-C, it exits with 0 and leaves no process or listener.
+
+    It accepts its own host and each --allowed-host, and refuses any other Host header.
+    """
+    names = ("--http", "localhost:0", "--allowed-host", "fleet.example.com", "--allowed-host", "Other")
+    with running_frontend(fleet_url[0], tmp_path / "log", *names) as (process, info):
+        http = info["http"]
+        for name, status in (("fleet.example.com", 200), ("other:80", 200), ("localhost", 200), ("example.com", 403)):
+            assert httpx.get(f"{http}/health", headers={"Host": name}).status_code == status
         assert becomes_true(lambda: len(httpx.get(f"{http}/v1/models").json()["data"]) == 1)
         assert descendants_of(process.pid) == []
         process.send_signal(signal.SIGINT)
@@ -79,23 +68,15 @@ def test_frontend_starts_and_stops(fleet_url: tuple[str, str], tmp_path: Path) -
 def test_tokens_come_from_the_environment(fleet_url: tuple[str, str], tmp_path: Path) -> None:
     """With tokens in the environment, a data route without a token gives 401. Admin routes refuse the data token."""
     tokens = {"ROLLBUS_HTTP_TOKEN": "data", "ROLLBUS_ADMIN_TOKEN": "admin"}
-    with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY, **tokens) as (_, http):
+    with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY, **tokens) as (_, info):
 
         def status(method: str, path: str, token: str | None) -> int:
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-            return httpx.request(method, f"{http}{path}", headers=headers).status_code
+            return httpx.request(method, f"{info['http']}{path}", headers=headers).status_code
 
         assert [status("GET", "/v1/models", token) for token in (None, "data", "admin")] == [401, 200, 200]
         assert [status("POST", "/v1/rl/resume", token) for token in (None, "data")] == [401, 401]
         assert status("GET", "/health", None) == 200
-
-
-def test_only_allowed_host_names_are_accepted(fleet_url: tuple[str, str], tmp_path: Path) -> None:
-    """The service accepts its own host and each --allowed-host, and refuses any other Host header."""
-    names = ("--http", "localhost:0", "--allowed-host", "fleet.example.com", "--allowed-host", "Other")
-    with running_frontend(fleet_url[0], tmp_path / "log", *names) as (_, http):
-        for name, status in (("fleet.example.com", 200), ("other:80", 200), ("localhost", 200), ("example.com", 403)):
-            assert httpx.get(f"{http}/health", headers={"Host": name}).status_code == status
 
 
 @pytest.mark.parametrize("subcommand", [("frontend",), ("up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0")])

@@ -5,18 +5,16 @@ import json
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
 import rollbus
-from rollbus.bus.nats.connection import connected, publish
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.subjects import Subjects
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.schemas.messages import encode_json
-from rollbus.schemas.presence import WorkerCounters
+from rollbus.schemas.presence import WorkerCounters, WorkerPresence
+from tests.browser import announcer
 from tests.cli.support import Terminal, on_terminal, run_rollbus, run_together
 from tests.support.fleet import presence, synthetic_worker
 from tests.support.nats_server import require_binary
@@ -46,24 +44,15 @@ async def until(terminal: Terminal, pattern: str) -> None:
     await asyncio.to_thread(terminal.read_to_match, pattern.replace(" +", r"(?:\s|\x1b\[[\d;]*m)+"))
 
 
-@asynccontextmanager
-async def announced(nats_url: str, fleet: str, *workers: str) -> AsyncIterator[None]:
+def announced(nats_url: str, fleet: str, *workers: str) -> AbstractAsyncContextManager[None]:
     """Publish presence of workers without engines that report a hundred tokens per second."""
 
-    async def announce() -> None:
-        seconds = 0
-        while True:
-            seconds += 1
-            for name in workers:
-                made = WorkerCounters(generated_tokens=100 * seconds)
-                one = presence(worker=name, counters=made, uptime_s=float(seconds), lease_s=60.0)
-                await publish(nats, Subjects(fleet).presence(name), encode_json(one))
-            await asyncio.sleep(1)
+    def say(seconds: int) -> Iterator[WorkerPresence]:
+        made = WorkerCounters(generated_tokens=100 * seconds)
+        for name in workers:
+            yield presence(worker=name, counters=made, uptime_s=float(seconds), lease_s=60.0)
 
-    async with connected(nats_url, name="test") as nats, asyncio.TaskGroup() as tasks:
-        announcing = tasks.create_task(announce())
-        yield
-        announcing.cancel()
+    return announcer.announced(nats_url, fleet, say)
 
 
 async def test_states_and_commands_appear(nats_url: str, fleet: str) -> None:

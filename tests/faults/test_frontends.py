@@ -43,8 +43,8 @@ class Services:
         """Run one service while the block lasts."""
         nats_url, fleet, folder = self._start
         options = ("--http", ANY, "--fleet", fleet, *options)
-        with running_frontend(nats_url, folder / f"{name}.log", *options) as (process, url):
-            self.processes[name], self.urls[name] = process, url
+        with running_frontend(nats_url, folder / f"{name}.log", *options) as (process, info):
+            self.processes[name], self.urls[name] = process, info["http"]
             self._turns = itertools.cycle(self.urls)
             yield
 
@@ -311,9 +311,9 @@ async def test_a_service_without_nats_is_not_ready(nats_url: str, fleet: str, tm
     async with synthetic_worker(nats_url, fleet), tcp_proxy(nats_url) as proxy, AsyncExitStack() as stack:
         # The proxy runs on this event loop.
         running = running_frontend(proxy.url, tmp_path / "log", "--http", ANY, "--fleet", fleet)
-        _, url = await asyncio.to_thread(running.__enter__)
+        _, info = await asyncio.to_thread(running.__enter__)
         stack.push(running.__exit__)
-        async with httpx.AsyncClient(base_url=url, timeout=SOON_S) as client:
+        async with httpx.AsyncClient(base_url=info["http"], timeout=SOON_S) as client:
 
             async def is_ready() -> bool:
                 return (await client.get("/ready")).status_code == 200

@@ -24,10 +24,9 @@ from rollbus.frontend.http.live.viewers import Viewer
 from rollbus.frontend.http.status import models
 from rollbus.schemas.presence import WorkerCounters
 from tests.http.live_support import PATH, watching
-from tests.http.support import Serve, http_before
-from tests.support.fleet import capabilities, presence, synthetic_worker
+from tests.http.support import Serve
+from tests.support.fleet import capabilities, presence
 from tests.support.requests import greedy
-from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import SOON_S
 
 TOKENS = Settings(token="data", admin_token="admin")
@@ -151,23 +150,6 @@ async def test_no_number_of_a_worker_breaks_the_view_or_the_list_of_models() -> 
     assert b",604800]" in encode_event("fleet", worker_row(HeardWorker(odd, 0.0), FleetRates(), 0.0))
     listed = await models(Mock(**{"rb.fleet.workers": (odd,)}), Mock())
     assert b'"created":0,' in listed.body
-
-
-async def test_the_stream_continues_while_nats_is_down(nats_url: str, fleet: str) -> None:
-    """While NATS is down, the stream continues with the problem and the last known workers, until NATS is back."""
-    async with (
-        synthetic_worker(nats_url, fleet),
-        tcp_proxy(nats_url) as proxy,
-        http_before(proxy.url, fleet) as http,
-        watching(http) as stream,
-    ):
-        await stream.until("fleet", lambda event: event["bus_up"] and event["workers"])
-        proxy.cut()
-        event = await stream.until("fleet", lambda event: not event["bus_up"])
-        assert event["problem"] == "the connection to NATS is down"
-        assert len(event["workers"]) == 1
-        await proxy.restore()
-        await stream.until("fleet", lambda event: event["bus_up"] and event["problem"] is None)
 
 
 async def test_streams_end_with_the_service(serve_fleet: Serve) -> None:

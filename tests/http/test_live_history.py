@@ -58,20 +58,26 @@ async def test_since_selects_the_new_points(serve: Serve) -> None:
             assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
 
 
-async def test_points_are_unknown_while_nats_is_down(nats_url: str, fleet: str) -> None:
-    """While NATS is down, points are unknown instead of repeating the last values."""
+async def test_the_stream_continues_while_nats_is_down_and_points_are_unknown(nats_url: str, fleet: str) -> None:
+    """While NATS is down, the stream continues with the problem and the last known workers, until NATS is back.
+
+    Points of that time are unknown instead of repeating the last values.
+    """
     async with (
         synthetic_worker(nats_url, fleet),
         tcp_proxy(nats_url) as proxy,
         http_before(proxy.url, fleet) as http,
         watching(http) as stream,
     ):
-        await stream.until("fleet", lambda event: event["bus_up"] and event["history_number"])
+        await stream.until("fleet", lambda event: event["bus_up"] and event["history_number"] and event["workers"])
         proxy.cut()
-        down = (await stream.until("fleet", lambda event: not event["bus_up"]))["history_number"]
+        event = await stream.until("fleet", lambda event: not event["bus_up"])
+        assert (event["problem"], len(event["workers"])) == ("the connection to NATS is down", 1)
+        down = event["history_number"]
         later = await stream.next("fleet")
         assert (later["bus_up"], later["history_number"]) == (False, down)
         await proxy.restore()
+        await stream.until("fleet", lambda event: event["bus_up"] and event["problem"] is None)
         await stream.until("fleet", lambda event: event["history_number"] > down)
         found = (await http.client.get(PATH, params={"since": down})).json()["fleet"]["in_flight"]
     assert found[0] is None
