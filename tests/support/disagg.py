@@ -19,6 +19,7 @@ from rollbus.workers.worker import Worker
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.invariants import Observer, observing
 from tests.support.tcp_proxy import tcp_proxy
+from tests.support.waits import until_true
 
 MakeFilter = Callable[[], Callable[[bytes], bytes]]
 """Returns a new filter of `tests.support.tcp_proxy` for each connection."""
@@ -54,9 +55,8 @@ class Disaggregated:
 
 
 async def until_paired(rb: rollbus.Client, *workers: str) -> None:
-    """Wait until the client knows that all these workers serve. The test's own time limit ends the wait."""
-    while not {worker.worker for worker in rb.fleet.workers if worker.state is WorkerState.SERVING} >= set(workers):
-        await rb.fleet.state()
+    """Wait until the client knows that all these workers serve."""
+    await until_true(lambda: {one.worker for one in rb.fleet.workers if one.state is WorkerState.SERVING} >= {*workers})
 
 
 @contextlib.asynccontextmanager

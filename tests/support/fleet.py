@@ -115,13 +115,15 @@ def check_generation(generation: Generation, request: GenerateRequest, *, routin
 
 # Waits for fleet states that a client sees.
 
+LOOK_AGAIN_S = 0.05
+"""Seconds between two reads of the state, each of which asks every process of the fleet."""
+
 
 async def until_state(rb: rollbus.Client, is_met: Callable[[FleetState], object]) -> FleetState:
     """Return the first fleet state that meets the condition; the test's own time limit ends the wait."""
-    while True:
-        state = await rb.fleet.state()
-        if is_met(state):
-            return state
+    while not is_met(state := await rb.fleet.state()):  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(LOOK_AGAIN_S)
+    return state
 
 
 async def until_worker(

@@ -36,6 +36,8 @@ NAMES = ("n0", "n1", "n2")
 """The server names, in order."""
 NOWHERE = "127.0.0.1:9"
 """The address that servers advertise to each other, so that no route bypasses the proxies."""
+LOOK_AGAIN_S = 0.1
+"""Seconds between two looks, each of which asks all servers, for elections and copies that take seconds."""
 LOOK_S = patient(5.0)
 """Timeout of one monitoring request; a stopped server does not answer."""
 
@@ -159,7 +161,7 @@ class NatsCluster:
 
     async def ready(self) -> None:
         """Wait until all running servers know the same leader and are current."""
-        await until(self._are_current, expected=True)
+        await until(self._are_current, expected=True, again_s=LOOK_AGAIN_S)
 
     async def _are_current(self) -> bool:
         running = self._running()
@@ -188,7 +190,7 @@ class NatsCluster:
             found[:] = [str(leader) for leader in leaders]
             return len(leaders) == 1
 
-        await until(is_known, expected=True)
+        await until(is_known, expected=True, again_s=LOOK_AGAIN_S)
         return NAMES.index(found[0])
 
     async def lead(self, stream: str, index: int) -> None:
@@ -203,7 +205,7 @@ class NatsCluster:
                     await ask(connection, f"STREAM.LEADER.STEPDOWN.{stream}", wanted)
                 return False
 
-            await until(leads, expected=True)
+            await until(leads, expected=True, again_s=LOOK_AGAIN_S)
 
     async def leader(self, stream: str, consumer: str | None = None) -> int:
         """Wait for the leader of a stream or of one of its consumers; return its index."""
@@ -214,7 +216,7 @@ class NatsCluster:
             found[:] = [leader for leader in leaders if leader]
             return len(set(found)) == 1 and NAMES.index(found[0]) in self._running()
 
-        await until(is_known, expected=True)
+        await until(is_known, expected=True, again_s=LOOK_AGAIN_S)
         return NAMES.index(found[0])
 
     async def _leader_at(self, index: int, stream: str, consumer: str | None) -> str:
@@ -261,7 +263,7 @@ async def replicate(connection: Connection) -> None:
                 raise
             return [str(error)]
 
-    await until(lagging, [])
+    await until(lagging, [], again_s=LOOK_AGAIN_S)
 
 
 async def _replicate(connection: Connection) -> list[str]:

@@ -70,13 +70,13 @@ UNHURRIED_LEASE_S = 60.0
 POLL_S = 0.01
 
 
-async def until(read: Callable[[], Awaitable[object]], expected: object) -> None:
+async def until(read: Callable[[], Awaitable[object]], expected: object, *, again_s: float = POLL_S) -> None:
     """Poll until `read` returns `expected`, for changes in other processes that send no notification."""
     seen: object = None
     with contextlib.suppress(TimeoutError):
         async with busy_timeout(SOON_S):
             while (seen := await read()) != expected:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(again_s)
 
     # Explicit message, because pytest explains only assertions in test files.
     assert seen == expected, f"{read.__qualname__} is {seen} and not {expected}"
