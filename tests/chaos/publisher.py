@@ -116,7 +116,7 @@ async def _die(*_: object, **__: object) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def main(url: str, name: str, checkpoint: str, credentials: str | None = None) -> None:
+async def serve(url: str, name: str, checkpoint: str, credentials: str | None = None) -> None:
     """Publish until stdin ends."""
     chain.LEASE_S, chain.MARGIN_S, versions.RENEW_S = LEASE_S, MARGIN_S, RENEW_S  # type: ignore[misc]
     async with rollbus.connect(url, fleet=FLEET, client=name, credentials=credentials) as rb:
@@ -127,5 +127,7 @@ async def main(url: str, name: str, checkpoint: str, credentials: str | None = N
             await program.close()
 
 
-if __name__ == "__main__":
-    uvloop.run(main(*sys.argv[1:]))
+def main() -> int:
+    """Run the publisher with the arguments of `serve`."""
+    uvloop.run(serve(*sys.argv[1:]))
+    return 0

@@ -16,7 +16,7 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from bench.processes import Way, running
+from bench.processes import Way
 from rollbus.bus.control.controller import OnAck
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.connection import subscribe
@@ -32,7 +32,7 @@ from rollbus.schemas.presence import WorkerState
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.faults import Fault, Victims
 from tests.chaos.publisher import FLEET, MODEL
-from tests.elastic.publishing import Publishing
+from tests.elastic.publishing import Publishing, publisher
 from tests.support.fleet import until_worker
 from tests.support.nats_server import opened
 
@@ -112,7 +112,7 @@ class Trainer:
         await self._lives.aclose()
 
     def _publisher(self, name: str) -> AbstractAsyncContextManager[Way]:
-        return running(name, "tests.chaos.publisher", self._url, name, self._checkpoints.folders[0])
+        return publisher(self._url, name, self._checkpoints.folders[0])
 
     async def publish(self, kind: str, victim: int) -> int:
         """Publish the current tensors during this fault and return the version that all workers get.

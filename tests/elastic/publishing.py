@@ -1,8 +1,11 @@
 """The versions of the weights of a run, each published by a separate process until it is recorded."""
 
 import asyncio
+import contextlib
+from asyncio.subprocess import PIPE
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from bench.processes import Way
 from rollbus.bus.control.store import DesiredStore
@@ -13,6 +16,7 @@ from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.errors import BusBroken
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.publisher import FLEET, MODEL
+from tests.support.processes import forked
 
 AGAIN_S = 0.1
 """Seconds before a failed publication is repeated."""
@@ -20,6 +24,25 @@ AGAIN_S = 0.1
 
 async def _nothing() -> None:
     return
+
+
+@contextlib.asynccontextmanager
+async def publisher(url: str, name: str, *paths: Path) -> AsyncIterator[Way]:
+    """Run `tests.chaos.publisher` while the block runs.
+
+    Args:
+        paths: the checkpoint with which training began, and perhaps credentials.
+    """
+    arguments = (url, name, *map(str, paths))
+    async with forked("tests.chaos.publisher", arguments, streams=(PIPE, PIPE, 2)) as process:
+        way = Way(name, process)
+        try:
+            while await way.line() != "ready\n":
+                pass
+            yield way
+        finally:
+            process.stdin.close()
+            await process.wait()
 
 
 class Publishing:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 import rollbus
-from bench.processes import Way, running
+from bench.processes import Way
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.control import PauseMode
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
@@ -23,7 +24,7 @@ from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.publisher import FLEET, MODEL
 from tests.elastic.load import Load
 from tests.elastic.machines import Machines
-from tests.elastic.publishing import Publishing
+from tests.elastic.publishing import Publishing, publisher
 from tests.support.checkpoints import Shapes, write_adapter
 from tests.support.invariants import observing
 from tests.support.processes import worker_process
@@ -47,6 +48,7 @@ class Settings:
     max_in_flight: int = 48
     """More than the slots of all workers, so that some requests wait in the queue."""
     lease_s: float = 3.0
+    step_s: float = ENGINE.step_s
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,12 @@ async def run(settings: Settings, folder: Path, *, stderr: int, say: Callable[[s
     pair: Shapes = {f"{module}.lora_A.weight": (2, 64), f"{module}.lora_B.weight": (64, 2)}
     adapter = write_adapter(folder / "adapter", shapes=pair)
 
+    engine = msgspec.to_builtins(replace(ENGINE, step_s=settings.step_s))
+
     def start(name: str) -> AbstractAsyncContextManager[Process]:
         options = ["--model", str(checkpoints.folders[0]), "--served-model-name", MODEL, "--engine", "synthetic"]
         options += ["--worker-id", name, "--lease-s", str(settings.lease_s), "--cache-dir", str(cache)]
-        return worker_process(server.url, FLEET, *options, engine_args=msgspec.to_builtins(ENGINE), stderr=stderr)
+        return worker_process(server.url, FLEET, *options, engine_args=engine, stderr=stderr)
 
     async with (
         EmbeddedServer() as server,
@@ -210,7 +214,7 @@ async def run(settings: Settings, folder: Path, *, stderr: int, say: Callable[[s
         load = Load(rb, settings.seed, ENGINE, checkpoints.folders)
         course = Course(server.url, rb, machines, checkpoints, adapter, settings.seed)
         async with (
-            running("publisher", "tests.chaos.publisher", server.url, "publisher", checkpoints.folders[0]) as way,
+            publisher(server.url, "publisher", checkpoints.folders[0]) as way,
             asyncio.TaskGroup() as tasks,
         ):
             await course.publishing.publish(way)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import rollbus
-from bench.processes import running
 from rollbus.bus.control.rolling import is_back
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet.loans import lone_reason
@@ -23,6 +23,7 @@ from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.publisher import FLEET, MODEL
 from tests.elastic.load import Load
 from tests.elastic.machines import Machines, Start
+from tests.elastic.publishing import publisher
 from tests.elastic.run import ENGINE, Settings, run
 from tests.golden.test_mixed import RELEASES, Rewriting
 from tests.support.fleet import capabilities, presence, until_worker
@@ -35,7 +36,10 @@ from tests.support.waits import until_true
 
 pytestmark = pytest.mark.slow
 
-SHORT = Settings(seconds=15.0, seed=5, seconds_between_changes=0.6, seconds_between_versions=2.0, max_in_flight=24)
+SLOW = replace(ENGINE, step_s=0.03)
+SHORT = Settings(
+    seconds=15.0, seed=5, seconds_between_changes=0.6, seconds_between_versions=2.0, max_in_flight=24, step_s=0.03
+)
 
 
 @pytest.mark.proves("P1", "P8", "P9", "P16")
@@ -78,7 +82,7 @@ async def test_a_rolling_restart_moves_a_fleet_from_one_release_to_another(
             # The first process of a worker speaks this wire, and the second one the other.
             url = nats_url if started[name] == 1 else other.url
             options = ("--worker-id", name, "--lease-s", "10")
-            return worker_process(url, fleet, *options, engine_args=msgspec.to_builtins(ENGINE))
+            return worker_process(url, fleet, *options, engine_args=msgspec.to_builtins(SLOW))
 
         async with supervised(nats_url, fleet, start) as (rb, machines):
             for _ in range(3):
@@ -172,14 +176,14 @@ async def test_a_worker_that_joins_gets_published_weights_and_a_full_load(tmp_pa
             cache = tmp_path / ("alone" if name == "w2" else "machine")
             options = ["--model", str(checkpoints.folders[0]), "--served-model-name", MODEL, "--engine", "synthetic"]
             options += ["--worker-id", name, "--lease-s", "10", "--cache-dir", str(cache)]
-            return worker_process(server.url, FLEET, *options, engine_args=msgspec.to_builtins(ENGINE))
+            return worker_process(server.url, FLEET, *options, engine_args=msgspec.to_builtins(SLOW))
 
         async with supervised(server.url, FLEET, start) as (rb, machines):
             machines.join()
             await machines.until_all_serve()
             load = Load(rb, 2, ENGINE, checkpoints.folders)
             async with (
-                running("publisher", "tests.chaos.publisher", server.url, "publisher", checkpoints.folders[0]) as way,
+                publisher(server.url, "publisher", checkpoints.folders[0]) as way,
                 asyncio.TaskGroup() as tasks,
             ):
                 for version in range(1, 5):

@@ -1,6 +1,6 @@
 """A trainer in its own process, which tests kill or stop.
 
-The command is `python -m tests.faults.client_program URL FLEET N MAX`. The program reads an endless response stream
+The arguments are URL FLEET N MAX. The program reads an endless response stream
 and prints `started` after its first chunk. It then sends N greedy requests of MAX tokens each at once. For each result
 it prints one line of JSON: prompt, attempts, workers, tokens.
 """
@@ -28,7 +28,7 @@ TIMES = (
 )
 
 
-async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None:
+async def send(url: str, fleet: str, num_requests: int, max_tokens: int) -> None:
     """Send all requests and print their results."""
     requests = [greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)]
     async with rollbus.connect(url, fleet=fleet, client="program", prefill_min_tokens=2) as rb:
@@ -42,8 +42,10 @@ async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None
         await endless.aclose()
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the program."""
     with contextlib.ExitStack() as times:
         for module, name, seconds in TIMES:
             times.enter_context(patch.object(module, name, seconds))
-        asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+        asyncio.run(send(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    return 0

@@ -3,11 +3,12 @@
 import asyncio
 import itertools
 import json
+import os
 import signal
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import httpx
@@ -15,17 +16,32 @@ import pytest
 
 import rollbus
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.cli.test_services import ANY, running_frontend
+from tests.cli.support import CLI
+from tests.cli.test_services import ANY
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker, until_state
+from tests.support.forks import Fork
+from tests.support.processes import forked
 from tests.support.tcp_proxy import TcpProxy, tcp_proxy
-from tests.support.waits import SOON_S, until_true
+from tests.support.waits import SOON_S, until, until_true
 
 pytestmark = pytest.mark.slow
 
 GENERATE = "/inference/v1/generate"
 LONG = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
 SHORT = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
+
+
+@asynccontextmanager
+async def service(nats_url: str, fleet: str, log: Path, *options: str) -> AsyncIterator[tuple[Fork, str]]:
+    """Run `rollbus frontend`. Yield the process and its address."""
+    args = ("frontend", "--json", "--http", ANY, "--fleet", fleet, *options)
+    with log.open("w") as stderr:
+        env = {**os.environ, "ROLLBUS_NATS": nats_url}
+        async with forked(CLI, args, streams=(None, PIPE, stderr.fileno()), env=env) as process:
+            line = await process.stdout.readline()
+            assert line, f"the service ended, see {log}"
+            yield process, json.loads(line)["http"]
 
 
 class Services:
@@ -35,23 +51,22 @@ class Services:
         self._start = nats_url, fleet, folder
         self._proxy = proxy
         self._turns: Iterator[str] = iter(())
-        self.processes: dict[str, Popen[str]] = {}
+        self.processes: dict[str, Fork] = {}
         self.urls: dict[str, str] = {}
 
-    @contextmanager
-    def running(self, name: str, *options: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def running(self, name: str, *options: str) -> AsyncIterator[None]:
         """Run one service while the block lasts."""
         nats_url, fleet, folder = self._start
-        options = ("--http", ANY, "--fleet", fleet, *options)
-        with running_frontend(nats_url, folder / f"{name}.log", *options) as (process, info):
-            self.processes[name], self.urls[name] = process, info["http"]
+        async with service(nats_url, fleet, folder / f"{name}.log", *options) as (process, url):
+            self.processes[name], self.urls[name] = process, url
             self._turns = itertools.cycle(self.urls)
             yield
 
     @property
     def url(self) -> str:
         """URL of the balancer. Its next connection goes to the next service."""
-        running = [name for name, process in self.processes.items() if process.poll() is None]
+        running = [name for name, process in self.processes.items() if process.returncode is None]
         name = next(name for name in self._turns if name in running)
         self._proxy.lead_to(self.urls[name])
         return self._proxy.url.replace("nats:", "http:")
@@ -59,7 +74,7 @@ class Services:
     async def kill(self, name: str) -> None:
         """End a service with SIGKILL."""
         self.processes[name].kill()
-        await asyncio.to_thread(self.processes[name].wait)
+        await self.processes[name].wait()
 
 
 @asynccontextmanager
@@ -76,14 +91,12 @@ async def two_services(
         "cache_dir": str(tmp_path / "cache"),
     }
     async with AsyncExitStack() as stack:
-        config = SyntheticConfig(step_s=0.005, max_num_seqs=max_num_seqs)
+        config = SyntheticConfig(step_s=0.02, max_num_seqs=max_num_seqs)
         await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=config, worker_id="w0", **fields))
         proxy = await stack.enter_async_context(tcp_proxy("http://127.0.0.1:9"))
         services = Services(nats_url, fleet, tmp_path, proxy)
         for name in ("a", "b"):
-            running = services.running(name, *options)
-            await asyncio.to_thread(running.__enter__)
-            stack.push(running.__exit__)
+            await stack.enter_async_context(services.running(name, *options))
         rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet))
         await rb.fleet.wait_for_workers()
         # A connection for each request: the balancer chooses by connection.
@@ -263,7 +276,7 @@ async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, f
     A second SIGTERM ends the streams at once, without an error in the log.
     """
     options = ("--stop-timeout", f"{SOON_S:g}")
-    body = {**LONG, "sampling_params": {"max_tokens": 1200, "ignore_eos": True}}
+    body = {**LONG, "sampling_params": {"max_tokens": 300, "ignore_eos": True}}
     async with two_services(nats_url, fleet, tmp_path, *options) as (services, client, _), asyncio.TaskGroup() as tasks:
         stream = Stream(client, services.urls["a"], "of-a", body)
         reading = tasks.create_task(stream.read())
@@ -280,13 +293,12 @@ async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, f
                 return False
             return False
 
-        while not await is_closed():
-            pass
+        await until(is_closed, expected=True)
         has_ended = reading.done()
         url = services.urls["b"]
         meanwhile = await client.post(url + GENERATE, json=SHORT)
         await reading
-        code = await asyncio.to_thread(services.processes["a"].wait)
+        code = await services.processes["a"].wait()
 
         cut = Stream(client, services.urls["b"], "of-b")
         reading = tasks.create_task(cut.read())
@@ -296,37 +308,34 @@ async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, f
         await until_true(lambda: len(cut.tokens) > had)
         services.processes["b"].send_signal(signal.SIGTERM)
         await reading
-        cut_code = await asyncio.to_thread(services.processes["b"].wait)
+        cut_code = await services.processes["b"].wait()
         log = (tmp_path / "b.log").read_text()
 
     assert not has_ended
     assert meanwhile.status_code == 200
-    assert (stream.problem, len(stream.tokens), stream.finish_reason, code) == (None, 1200, "length", 0)
+    assert (stream.problem, len(stream.tokens), stream.finish_reason, code) == (None, 300, "length", 0)
     assert (cut.problem is not None, cut_code) == (True, 0)
     assert "Traceback" not in log
 
 
 async def test_a_service_without_nats_is_not_ready(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Without NATS, /ready is 503 and tells why, /health is 200. After the reconnect, /ready is 200."""
-    async with synthetic_worker(nats_url, fleet), tcp_proxy(nats_url) as proxy, AsyncExitStack() as stack:
-        # The proxy runs on this event loop.
-        running = running_frontend(proxy.url, tmp_path / "log", "--http", ANY, "--fleet", fleet)
-        _, info = await asyncio.to_thread(running.__enter__)
-        stack.push(running.__exit__)
-        async with httpx.AsyncClient(base_url=info["http"], timeout=SOON_S) as client:
+    async with (
+        synthetic_worker(nats_url, fleet),
+        tcp_proxy(nats_url) as proxy,
+        service(proxy.url, fleet, tmp_path / "log") as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=SOON_S) as client,
+    ):
 
-            async def is_ready() -> bool:
-                return (await client.get("/ready")).status_code == 200
+        async def is_ready() -> bool:
+            return (await client.get("/ready")).status_code == 200
 
-            while not await is_ready():
-                pass
-            proxy.cut()
-            while await is_ready():
-                pass
-            health, ready = await client.get("/health"), await client.get("/ready")
-            await proxy.restore()
-            while not await is_ready():
-                pass
+        await until(is_ready, expected=True)
+        proxy.cut()
+        await until(is_ready, expected=False)
+        health, ready = await client.get("/health"), await client.get("/ready")
+        await proxy.restore()
+        await until(is_ready, expected=True)
 
     assert (health.status_code, ready.status_code) == (200, 503)
     assert ready.json() == {"ready": False, "problem": "the connection to NATS is down"}

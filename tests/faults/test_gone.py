@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
@@ -26,10 +25,11 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.disagg import SHAPES, check_legs, role_of, shaped, until_paired
 from tests.support.fleet import served, synthetic_worker
+from tests.support.forks import Fork
 from tests.support.hand_worker import chunk, request, worker_by_hand
 from tests.support.invariants import Observer, observing
 from tests.support.nats_server import require_binary
-from tests.support.processes import worker_process
+from tests.support.processes import forked, worker_process
 from tests.support.requests import Load, greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until, until_true
@@ -163,23 +163,16 @@ async def test_no_request_fails_if_the_server_returns_within_the_grace_time(
 
 
 NUM_SLOTS = 4
-CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=NUM_SLOTS, max_model_len=10_000_000)
+CONFIG = SyntheticConfig(step_s=0.01, max_num_seqs=NUM_SLOTS, max_model_len=10_000_000)
 
 
 @contextlib.asynccontextmanager
-async def client_program(url: str, fleet: str, num_requests: int, max_tokens: int) -> AsyncIterator[Process]:
+async def client_program(url: str, fleet: str, num_requests: int, max_tokens: int) -> AsyncIterator[Fork]:
     """Run `tests.faults.client_program`, and yield it when its first chunk has arrived."""
     arguments = (url, fleet, str(num_requests), str(max_tokens))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.faults.client_program", *arguments, stdout=PIPE
-    )
-    try:
+    async with forked("tests.faults.client_program", arguments, streams=(None, PIPE, 2)) as process:
         assert await process.stdout.readline() == b"started\n"
         yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 def record_adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[KvTransfer | None]]:
@@ -218,7 +211,7 @@ async def test_the_requests_of_a_killed_client_are_aborted(
     given = record_adds(monkeypatch)
     num_requests = 60
     async with observing(nats_url, fleet) as observer, shaped(nats_url, fleet, shape, CONFIG) as parts:
-        async with client_program(nats_url, fleet, num_requests, 400) as program:
+        async with client_program(nats_url, fleet, num_requests, 80) as program:
             await until_queued(observer, num_requests - 2 * NUM_SLOTS)
             program.kill()
             await until(observer.queued, {})
@@ -241,7 +234,7 @@ async def test_a_stopped_client_gets_all_results_after_sigcont(nats_url: str, fl
     After SIGCONT, every request completes.
     """
     # The load exceeds the lease, so some requests have finished, some run and some wait when the lease ends.
-    num_requests, max_tokens = 4 * NUM_SLOTS, 500
+    num_requests, max_tokens = 4 * NUM_SLOTS, 100
     load = await Load.of([greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
@@ -255,9 +248,9 @@ async def test_a_stopped_client_gets_all_results_after_sigcont(nats_url: str, fl
             await until_true(parts.are_idle)
         finally:
             program.send_signal(signal.SIGCONT)
-        results = [json.loads(line) for line in (await program.communicate())[0].splitlines()]
+        results = [json.loads(line) async for line in program.stdout]
 
-        assert program.returncode == 0
+        assert await program.wait() == 0
         assert sorted(prompt for prompt, *_ in results) == list(range(num_requests))
         assert max(attempts for _, attempts, _, _ in results) > 1
         assert {worker for _, _, workers, _ in results for worker in workers} == set(SHAPES[shape])

@@ -12,7 +12,7 @@ import signal
 import time
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import rollbus
-from bench.processes import running
 from bench.ways import free_port
 from rollbus.bus.auth.credentials import TLS_VARIABLES, Role, Tls, load_credentials
 from rollbus.bus.auth.users import ensure_users
@@ -37,7 +37,7 @@ from tests.chaos.checkpoints import Checkpoints, assert_fresh_tokens
 from tests.chaos.faults import Fault, schedule, stop_for
 from tests.chaos.publisher import FLEET, MODEL
 from tests.elastic.machines import Machines
-from tests.elastic.publishing import Publishing
+from tests.elastic.publishing import Publishing, publisher
 from tests.elastic.run import ENGINE, GRACE_S, listed
 from tests.soak.client import COUNTS
 from tests.soak.meter import Meter, Trend
@@ -101,6 +101,7 @@ class Settings:
     in_flight: int = 16
     """Requests that each client keeps open."""
     seed: int = 0
+    step_s: float = ENGINE.step_s
     lease_s: float = 8.0
     """Longer than a process stalls on a busy machine, and shorter than the longest faults."""
 
@@ -165,7 +166,7 @@ class Course:
         self._started = time.monotonic()
         self._has_ended = asyncio.Event()
 
-    async def run(self, folder: Path, admin: Server, publisher: list[str], say: Callable[[str], None]) -> None:
+    async def run(self, folder: Path, admin: Server, arguments: Sequence[Any], say: Callable[[str], None]) -> None:
         """Let everything happen until the time is over. All faults have been undone then.
 
         Raises:
@@ -174,7 +175,7 @@ class Course:
         async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as tasks:
             for part in PARTS:
                 tasks.create_task(self._suffer(part, say), name=f"soak.{part}")
-            tasks.create_task(self._publish(publisher), name="soak.publish")
+            tasks.create_task(self._publish(arguments), name="soak.publish")
             tasks.create_task(self.command(), name="soak.command")
             tasks.create_task(self._ask_services(), name="soak.http")
             tasks.create_task(self._look(admin), name="soak.look")
@@ -260,10 +261,10 @@ class Course:
                 await server.restart()
         await self._cluster.ready()
 
-    async def _publish(self, arguments: list[str]) -> None:
+    async def _publish(self, arguments: Sequence[Any]) -> None:
         """Publish changed weights from a process that is started again after its death."""
         while not self._has_ended.is_set():
-            async with running("publisher", "tests.chaos.publisher", *arguments) as way:
+            async with publisher(*arguments) as way:
                 self.publisher_pid = way.pid
                 # It was killed, perhaps in the middle of a version.
                 with contextlib.suppress(RuntimeError, ConnectionError):
@@ -385,9 +386,9 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
     names = {"worker": "w", "client": "c", "service": "h"}
     roles = {"worker": Role.WORKER, "client": Role.TRAINER, "service": Role.FRONTEND}
     wanted = [(FLEET, roles[part], f"{names[part]}{number}") for part in NUM for number in range(NUM[part])]
-    publisher = (FLEET, Role.PUBLISHER, "publisher")
-    wanted += [publisher, (FLEET, Role.ADMIN, "admin"), (FLEET, Role.FRONTEND, "commander")]
-    users = {entry.user.name: entry for entry in ensure_users(folder / "keys", wanted, {publisher: (MODEL,)})}
+    role = (FLEET, Role.PUBLISHER, "publisher")
+    wanted += [role, (FLEET, Role.ADMIN, "admin"), (FLEET, Role.FRONTEND, "commander")]
+    users = {entry.user.name: entry for entry in ensure_users(folder / "keys", wanted, {role: (MODEL,)})}
     cert, key = certificate(folder, days=7)
     tls = {"cert_file": str(cert), "key_file": str(key)}
     async with contextlib.AsyncExitStack() as stack:
@@ -404,22 +405,24 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
         await provision(admin, FLEET, [MODEL], upload_bytes=UPLOAD_BYTES)
         ports = {f"h{number}": free_port() for number in range(NUM["service"])}
 
+        engine = replace(ENGINE, step_s=settings.step_s)
+
         def start(part: str, name: str) -> AbstractAsyncContextManager[Process]:
             creds = str(users[name].path)
             if part == "client":
                 arguments = [urls, name, str(folder), str(settings.seed), str(settings.in_flight), creds]
-                return forked("tests.soak.client", arguments, stderr=stderr)
+                return forked("tests.soak.client", arguments, streams=(None, stderr, stderr))
             options = ["--nats", urls, "--fleet", FLEET, "--creds", creds]
             if part == "service":
                 return forked(
                     "rollbus.frontend.cli.app",
                     ["frontend", "--http", f"127.0.0.1:{ports[name]}", *options],
-                    stderr=stderr,
+                    streams=(None, stderr, stderr),
                 )
             options += ["--model", str(checkpoints.folders[0]), "--served-model-name", MODEL, "--engine", "synthetic"]
             options += ["--worker-id", name, "--lease-s", str(settings.lease_s), "--cache-dir", str(cache)]
-            options += ["--engine-args", msgspec.json.encode(ENGINE).decode(), "--listen-s", "0"]
-            return forked("rollbus.workers.__main__", options, stderr=stderr)
+            options += ["--engine-args", msgspec.json.encode(engine).decode(), "--listen-s", "0"]
+            return forked("rollbus.workers.__main__", options, streams=(None, stderr, stderr))
 
         rb = await stack.enter_async_context(
             rollbus.connect(urls, fleet=FLEET, credentials=users["commander"].path, worker_grace_s=GRACE_S)
@@ -434,7 +437,7 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
         publishing = Publishing(admin, checkpoints)
         course = Course(settings, rb, cluster, machines, publishing, checkpoints)
         course.services = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-        arguments = [urls, "publisher", str(checkpoints.folders[0]), str(users["publisher"].path)]
+        arguments = urls, "publisher", checkpoints.folders[0], users["publisher"].path
         await course.run(folder, admin, arguments, say)
 
         async def is_resumed() -> bool:
@@ -442,7 +445,7 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
 
         # The last faults have killed workers that may not serve yet.
         await until(is_resumed, expected=True)
-        async with running("publisher", "tests.chaos.publisher", *arguments) as way:
+        async with publisher(*arguments) as way:
             await publishing.publish(way)
         await machines["client"].stop()
         await machines["worker"].until_all_serve(publishing.version)

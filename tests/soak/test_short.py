@@ -10,7 +10,7 @@ from tests.soak.run import PARTS, Settings, plan, run
 from tests.support.nats_server import require_binary
 
 SETTINGS = Settings(
-    seconds=36.0, warm_up_s=12.0, look_every_s=1.0, seconds_between_versions=3.0, pace=0.35, in_flight=2, seed=3
+    seconds=36, warm_up_s=12, look_every_s=1, seconds_between_versions=3, pace=0.35, in_flight=2, step_s=0.02, seed=3
 )
 
 

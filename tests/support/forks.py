@@ -7,6 +7,7 @@ JSON, with the files for stdin, stdout, stderr and the report: the id of the pro
 import asyncio
 import atexit
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -37,6 +38,7 @@ class Fork:
     Attributes:
         pid: id of the process.
         returncode: exit code, below 0 if a signal ended the process; None until the end was read.
+        stdin, stdout, stderr: set by `tests.support.processes.forked` for `PIPE`.
     """
 
     def __init__(self, report: IO[bytes]) -> None:
@@ -44,6 +46,9 @@ class Fork:
         self._ended = asyncio.Event()
         self.pid = int(report.readline())
         self.returncode: int | None = None
+        self.stdin: asyncio.StreamWriter
+        self.stdout: asyncio.StreamReader
+        self.stderr: asyncio.StreamReader
 
     def result(self) -> int:
         """Block until the process has ended, and return its exit code."""
@@ -165,6 +170,8 @@ def main(channel: socket.socket) -> None:
     """Serve commands until the other end of the channel is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
+    # The garbage collector of a forked process would otherwise look at all these objects, and copy their memory.
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         order, files, _, _ = socket.recv_fds(channel, MAX_BYTES, 4)

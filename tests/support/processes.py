@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -92,55 +93,70 @@ def becomes_true(condition: Callable[[], bool]) -> bool:
     return True
 
 
-# Worker processes for tests, run with `python -m rollbus.workers` and killed at the end of the test.
+# Worker processes and other programs for tests, killed at the end of the test.
 
 
+MAX_LINE_BYTES = 1 << 24
 LASTING = ("--lease-s", f"{UNHURRIED_LEASE_S:g}")
 """A lease that a worker keeps on a busy machine, for tests without faults."""
 
 
-@contextlib.asynccontextmanager
-async def worker_process(
+def worker_process(
     nats_url: str,
     fleet: str,
     *options: str,
     engine_args: Mapping[str, object] | None = None,
-    stderr: int | None = None,
+    stderr: int = 2,
     cwd: Path | None = None,
-) -> AsyncIterator[Process]:
+) -> contextlib.AbstractAsyncContextManager[Process]:
     """Start a worker process; without `--model` it has the synthetic engine.
 
-    It inherits stderr by default, and is then forked from a process that has imported its modules.
+    It is forked, with the stderr of this process by default; see `forked`.
     """
     engine = () if "--model" in options else ("--engine", "synthetic")
     arguments = json.dumps(engine_args or {})
     args = ("--nats", nats_url, "--fleet", fleet, "--engine-args", arguments, *engine)
     # By default the worker does not listen for another worker with its id, because that wait lasts a whole lease.
     args += ("--listen-s", "0", *options)
-    if stderr is None:
-        async with forked("rollbus.workers.__main__", args, cwd=cwd) as process:
-            yield process
-        return
-    command = (sys.executable, "-m", "rollbus.workers", *args)
-    started = await asyncio.create_subprocess_exec(*command, stderr=stderr, cwd=cwd)
-    try:
-        yield started
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            started.kill()
-        await started.wait()
+    return forked("rollbus.workers.__main__", args, streams=(None, 2, stderr), cwd=cwd)
 
 
 @contextlib.asynccontextmanager
-async def forked(module: str, args: Sequence[str], *, stderr: int = 2, cwd: Path | None = None) -> AsyncIterator[Any]:
-    """Run `main` of a module in a process that has already imported it; see `tests.support.forks`."""
-    process = fork(module, args, streams=(None, stderr, stderr), env=os.environ, cwd=cwd)
+async def forked(
+    module: str,
+    args: Sequence[str],
+    *,
+    streams: Sequence[int | None] = (None, 2, 2),
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> AsyncIterator[Any]:
+    """Run `main` of a module in a process that has already imported it; see `tests.support.forks`.
+
+    Args:
+        streams: stdin, stdout and stderr. For `PIPE`, the process has the attribute of this name: our end, as that of
+            `asyncio.subprocess.Process`.
+    """
+    files, ours, writers = [], {}, []
+    with contextlib.ExitStack() as theirs:
+        for name, file in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            if file != subprocess.PIPE:
+                files.append(file)
+                continue
+            our_end, their_end = socket.socketpair()
+            files.append(theirs.enter_context(their_end).fileno())
+            reader, writer = await asyncio.open_connection(sock=our_end, limit=MAX_LINE_BYTES)
+            ours[name] = writer if name == "stdin" else reader
+            writers.append(writer)
+        process = fork(module, args, streams=files, env=env or os.environ, cwd=cwd)
+    vars(process).update(ours)
     process.watch()
     try:
         yield process
     finally:
         process.kill()
         await process.wait()
+        for writer in writers:
+            writer.close()
 
 
 # The cache directory of a test run: its programs use it instead of the user's, and the run removes it at its end.

@@ -145,7 +145,7 @@ async def test_a_worker_with_rejected_credentials_exits_without_a_wait(tmp_path:
         worker_process(server.url, "f", stderr=PIPE) as process,
         asyncio.timeout(HANGS_AFTER_S),
     ):
-        _, stderr = await process.communicate()
+        stderr = await process.stderr.read()
 
     assert process.returncode == 1
     [line] = stderr.decode().splitlines()
@@ -391,7 +391,7 @@ async def test_a_worker_exits_with_one_line_if_the_address_is_in_use(nats_url: s
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with worker_process(nats_url, fleet, "--probe", address, stderr=PIPE) as process:
-            _, stderr = await process.communicate()
+            stderr = await process.stderr.read()
 
     assert process.returncode == 1
     [line] = stderr.decode().splitlines()
