@@ -19,11 +19,6 @@ from rollbus.schemas.sampling import SamplingParams
 from tests.schemas.bad_fields import ALL, NULLABLE, Bad
 
 
-def name_of(bad: object) -> str:
-    """Return a short name for a parametrized case."""
-    return f"{bad.field}={bad.problem[:20]}" if isinstance(bad, Bad) else str(bad)
-
-
 def fields_with(bad: Bad) -> dict[str, Any]:
     """Return plain fields of a request with three prompt tokens, valid except for one value."""
     fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3]}
@@ -68,19 +63,21 @@ ON_THE_WIRE = on_the_wire()
 
 
 @pytest.mark.proves("P27")
-@pytest.mark.parametrize("bad", ALL, ids=name_of)
-def test_bad_fields_are_named(bad: Bad) -> None:
+@pytest.mark.parametrize("name", sorted({bad.name for bad in ALL}))
+def test_bad_fields_are_named(name: str) -> None:
     """An invalid value raises the same error with field, problem and allowed values, by each way into a request.
 
     The ways are construction, a JSONL line and, if msgpack can carry the value, a message.
     """
-    ways: list[Callable[[dict[str, Any]], object]] = [construct, request_from_json]
-    if any(bad is other for other in ON_THE_WIRE):
-        ways.append(lambda fields: decode_request(msgspec.msgpack.encode(fields)))
-    for way in ways:
-        with pytest.raises(InvalidRequest) as caught:
-            way(fields_with(bad))
-        check_error(caught.value, bad)
+    on_the_wire = {id(bad) for bad in ON_THE_WIRE}
+    for bad in (bad for bad in ALL if bad.name == name):
+        ways: list[Callable[[dict[str, Any]], object]] = [construct, request_from_json]
+        if id(bad) in on_the_wire:
+            ways.append(lambda fields: decode_request(msgspec.msgpack.encode(fields)))
+        for way in ways:
+            with pytest.raises(InvalidRequest) as caught:
+                way(fields_with(bad))
+            check_error(caught.value, bad)
 
 
 def test_the_table_covers_every_field() -> None:
