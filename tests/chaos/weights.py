@@ -7,12 +7,10 @@ machine and serve requests throughout. After each version, the folders have the 
 names the weight version that produced it, and equals the token of a fresh engine with that version's whole checkpoint.
 """
 
-import argparse
 import asyncio
 import itertools
 import random
 import sys
-import tempfile
 import time
 import zlib
 from asyncio.subprocess import Process
@@ -32,6 +30,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.chaos.checkpoints import Checkpoints, assert_fresh
+from tests.chaos.command import run_command
 from tests.chaos.faults import Victims, victims
 from tests.chaos.publisher import FLEET, MODEL
 from tests.chaos.weights_faults import KINDS, Trainer
@@ -41,7 +40,7 @@ from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until_true
 
-ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
+ENGINE = SyntheticConfig(step_s=0.03, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
 """Loads and canaries take long enough for a fault to hit them."""
 NUM_STREAMS = 2
 """Number of streams that are in flight during the whole run."""
@@ -185,21 +184,5 @@ async def walk(settings: Settings, folder: Path, *, stderr: int, say: Callable[[
         return Summary(settings.num_versions, course.num_tokens, trainer.faults, trainer.refusals)
 
 
-def main() -> int:
-    """Run the versions and return 0 if everything was right."""
-    defaults = Settings()
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.weights", description="Published weights and faults.")
-    parser.add_argument("--versions", type=int, default=defaults.num_versions)
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of versions and faults")
-    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the logs of the workers")
-    args = parser.parse_args()
-    settings = Settings(num_versions=args.versions, seed=args.seed)
-    with args.log.open("ab") as log, tempfile.TemporaryDirectory(prefix="rollbus-walk-") as folder:
-        summary = asyncio.run(walk(settings, Path(folder), stderr=log.fileno(), say=print_line))
-    for line in summary.lines():
-        print_line(line)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("tests.chaos.weights", Settings(), lambda *one: walk(*one[:2], stderr=one[2], say=print_line)))
