@@ -431,7 +431,6 @@ def test_the_subjects_equal_the_names_of_the_table() -> None:
 BAD_TOKENS = ["", ".", "a.b", "*", ">", "a b", "a\n", "a=b", "ü", "x" * 65]
 
 
-@pytest.mark.parametrize("name", BAD_TOKENS)
 @pytest.mark.parametrize(
     ("field", "make"),
     [
@@ -451,12 +450,10 @@ BAD_TOKENS = ["", ".", "a.b", "*", ">", "a b", "a\n", "a=b", "ü", "x" * 65]
         ("client", SUBJECTS.client),
     ],
 )
-def test_names_that_would_reach_other_subjects_are_refused(
-    field: str, make: Callable[[str], object], name: str
-) -> None:
+def test_names_that_would_reach_other_subjects_are_refused(field: str, make: Callable[[str], object]) -> None:
     """A dot, wildcard or space in a fleet, client or worker name raises an error that names the field."""
-    with pytest.raises(InvalidRequest) as caught:
-        make(name)
-
-    assert caught.value.field == field
-    assert caught.value.allowed == "1 to 64 of A-Z a-z 0-9 _ -"
+    for name in BAD_TOKENS:
+        with pytest.raises(InvalidRequest) as caught:
+            make(name)
+        assert caught.value.field == field
+        assert caught.value.allowed == "1 to 64 of A-Z a-z 0-9 _ -"
