@@ -34,11 +34,12 @@ from rollbus.schemas.manifest import (
 )
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask
+from tests.support.checkpoints import MODEL as SHAPES
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.support.fleet import until_worker
 from tests.support.objects import files_in, stored_messages
 from tests.support.requests import incomplete
-from tests.support.versions import SHAPES, Versions, folder_content, parts_in, publish, random_weights
+from tests.support.versions import Versions, folder_content, parts_in, publish, random_weights
 from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.slow

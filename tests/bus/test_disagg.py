@@ -243,8 +243,11 @@ async def test_all_fields_of_a_request_reach_both_engines(nats_url: str, fleet: 
     assert [chunk.traceparent for chunk in chunks if chunk.traceparent] == [trace] * 2
 
 
-async def test_all_turns_of_a_session_prefill_at_one_worker(nats_url: str, fleet: str) -> None:
-    """All turns of a session have their prefill phase on one worker, which caches the prefix."""
+async def test_all_turns_of_a_session_and_samples_of_a_request_prefill_at_one_worker(nats_url: str, fleet: str) -> None:
+    """All turns of a session have their prefill phase on one worker, which caches the prefix.
+
+    Each sample has its own prefill phase, because its KV can be read once. All of them run on one worker.
+    """
     async with disaggregated(nats_url, fleet, workers=("p1", "p2", "p3", "d")) as both:
         for session in ("a", "b", "c", "d"):
             turns = [
@@ -252,11 +255,6 @@ async def test_all_turns_of_a_session_prefill_at_one_worker(nats_url: str, fleet
                 for turn in range(4)
             ]
             assert len({turn.worker_ids[0] for turn in turns}) == 1
-
-
-async def test_samples_of_one_request_prefill_at_one_worker(nats_url: str, fleet: str) -> None:
-    """Each sample has its own prefill phase, because its KV can be read once. All prefill phases run on one worker."""
-    async with disaggregated(nats_url, fleet, workers=("p1", "p2", "p3", "d")) as both:
         sampling = SamplingParams(n=4, max_tokens=3, temperature=0)
         results = [await both.rb.complete(long(f"r{i}", 600, sampling=sampling)) for i in range(3)]
 

@@ -3,13 +3,12 @@
 import contextlib
 import json
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
@@ -139,13 +138,6 @@ async def serving_here(
         await rb.fleet.wait_for_workers(count)
         yield rb
         await observer.check_at_rest()
-
-
-async def incomplete(command: Awaitable[object]) -> rollbus.CommandIncomplete:
-    """Return the error of a command that not all workers apply."""
-    with pytest.raises(rollbus.CommandIncomplete) as caught:
-        await command
-    return caught.value
 
 
 def ask(*token_ids: int, max_tokens: int = 16, **fields: object) -> GenerateRequest:

@@ -10,8 +10,9 @@ from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, incomplete, serving, serving_here, start, write_checkpoint
+from tests.control.support import ask, assert_same, folders, serving, serving_here, start, write_checkpoint
 from tests.support.fleet import all_serve, until_state, until_worker
+from tests.support.requests import incomplete
 
 
 def overwrite(folder: Path, other: Path) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.presence import WorkerState
-from tests.control.support import ask, assert_same, folders, incomplete, serving, start, write_checkpoint
+from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
 from tests.support.fleet import until_worker
+from tests.support.requests import incomplete
 
 SHAPE = (512, 512)
 """The shape of tensors of a megabyte: a worker that fetches 0.1 MB a second needs a long time for them."""

@@ -27,7 +27,7 @@ from tests.support.tcp_proxy import Direction, tcp_proxy
 from tests.support.waits import SOON_S, until, until_true
 
 LEASE = ("--lease-s", "2")
-ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
+ENGINE_ARGS = {"step_s": 0.009, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 
 
@@ -76,31 +76,6 @@ async def test_another_worker_continues_the_stream_of_a_killed_worker(
     served = (*before, killed, *before, other)
     # In chunks, each phase has its own attempt number.
     assert list(dict.fromkeys((chunk.attempt, chunk.worker_id) for chunk in chunks)) == list(enumerate(served))
-    np.testing.assert_array_equal(
-        np.concatenate([chunk.token_ids for chunk in chunks]), await undisturbed_tokens(wanted)
-    )
-
-
-@pytest.mark.proves("P70")
-async def test_another_worker_continues_the_streams_of_a_stopped_worker(nats_url: str, fleet: str) -> None:
-    """After SIGTERM the process exits with 0, and another worker continues its streams with the next token."""
-    wanted = greedy(5, 200, request_id="r")
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, "--worker-id", "a", engine_args=SLOW) as a,
-        worker_process(nats_url, fleet, "--worker-id", "b", engine_args=SLOW) as b,
-    ):
-        await rb.fleet.wait_for_workers(2)
-        stream = rb.generate(wanted)
-        chunks = [await anext(stream)]
-        process = {"a": a, "b": b}[str(chunks[0].worker_id)]
-        process.terminate()
-        chunks += [chunk async for chunk in stream]
-        async with asyncio.timeout(SOON_S):
-            assert await process.wait() == 0
-
-    assert [chunk.chunk_index for chunk in chunks] == list(range(200))
-    assert {chunk.attempt for chunk in chunks} == {0, 1}
     np.testing.assert_array_equal(
         np.concatenate([chunk.token_ids for chunk in chunks]), await undisturbed_tokens(wanted)
     )
@@ -156,7 +131,7 @@ async def test_a_frozen_worker_gets_a_new_incarnation(nats_url: str, fleet: str)
         b.terminate()
         assert await b.wait() == 0
         await until(observer.workers, {"a"})
-        again = await load.run(rb)
+        again = await Load(load.requests[8:28], load.expected).run(rb)
         assert {generation.worker_ids for generation in again if generation.attempts == 1} == {("a",)}
         await observer.check_at_rest()
 

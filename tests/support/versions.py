@@ -33,6 +33,7 @@ from rollbus.schemas.manifest import (
     delta_name,
 )
 from rollbus.schemas.weights import WeightSource
+from tests.support.checkpoints import MODEL as SHAPES
 from tests.support.nats_server import opened
 
 BUCKET_BYTES = 24 * 1024**2
@@ -147,13 +148,7 @@ async def folders_in(nats: Connection, bucket: str) -> set[str]:
 
 Weights = dict[str, npt.NDArray[np.uint8]]
 
-SHAPES = {
-    "model.embed_tokens.weight": (16, 4),
-    "model.layers.0.mlp.down_proj.weight": (4, 8),
-    "model.layers.0.self_attn.q_proj.weight": (6, 4),
-    "model.norm.weight": (4,),
-}
-"""The tensors of `tests.support.checkpoints`, in BF16."""
+# The tensors are those of `tests.support.checkpoints`, in BF16.
 CONFIG = b'{"model_type": "none", "rope_theta": 10000.0}'
 FILE = "model.safetensors"
 

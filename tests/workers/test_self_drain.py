@@ -9,6 +9,7 @@ import stat
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rollbus
@@ -17,14 +18,17 @@ from rollbus.schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers import lifecycle
 from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.local_socket import listen_locally
+from tests.chaos.workload import undisturbed
 from tests.cli.support import Ended, run_rollbus, started
 from tests.support.fleet import synthetic_worker, until_state, until_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import GatedEngine, running
+from tests.support.invariants import check_stream
 from tests.support.nats_server import require_binary
 from tests.support.processes import LASTING, worker_process
-from tests.support.requests import endless, greedy
+from tests.support.requests import endless, greedy, start_stream
 from tests.support.waits import HANGS_AFTER_S, SOON_S
 from tests.workers.support import SLOW, StartControlled, StartHeard
 
@@ -53,12 +57,12 @@ async def test_a_drain_over_the_socket_hands_requests_over_and_records_nothing(
 ) -> None:
     """A drained worker's request goes on elsewhere, its state names the reason, and a restart under its id serves."""
     path = tmp_path / "run" / "w"
-    slow, fast = {"step_s": 0.05, "max_model_len": 100_000}, {"max_model_len": 100_000}
+    slow, fast = {"step_s": 0.2}, {"step_s": 0.0}
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
         options = ("--worker-id", "w", "--socket", str(path), *LASTING)
         async with worker_process(nats_url, fleet, *options, engine_args=slow) as process:
             await until_worker(rb, "w", WorkerState.SERVING)
-            running = tasks.create_task(rb.complete(greedy(1, 3000)))
+            running = tasks.create_task(rb.complete(greedy(1, 1000)))
             await until_state(rb, lambda state: state.workers[0].in_flight)
             async with worker_process(nats_url, fleet, "--worker-id", "other", *LASTING, engine_args=fast):
                 await until_worker(rb, "other", WorkerState.SERVING)
@@ -72,7 +76,7 @@ async def test_a_drain_over_the_socket_hands_requests_over_and_records_nothing(
                 await rb.fleet.resume()
                 state = await rb.fleet.state()
                 generation = await running
-                assert (len(generation.token_ids), generation.attempts) == (3000, 2)
+                assert (len(generation.token_ids), generation.attempts) == (1000, 2)
                 assert [w.last_error for w in state.workers if w.state is WorkerState.DRAINED] == [OVER_SOCKET]
                 assert not [w for desired in state.desired.values() for w in desired.workers]
                 assert (await post(path, "/health", "GET"))[0] == 200
@@ -162,23 +166,30 @@ async def test_a_fenced_worker_is_drained(heard_worker: StartHeard) -> None:
         await client.until_state("w", WorkerState.DRAINED)
 
 
+@pytest.mark.proves("P70")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_hands_requests_over(nats_url: str, fleet: str, number: signal.Signals) -> None:
-    """After a signal the worker exits with 0, and another worker goes on with its request."""
-    slow, fast = {"step_s": 0.05, "max_model_len": 100_000}, {"max_model_len": 100_000}
+    """After a signal the worker exits with 0, and another worker goes on with the next token of its request."""
+    slow, fast = {"step_s": 0.2}, {"step_s": 0.0}
+    wanted = greedy(1, 1000, request_id="r")
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         asyncio.TaskGroup() as tasks,
         worker_process(nats_url, fleet, "--worker-id", "w", engine_args=slow) as process,
     ):
         await until_worker(rb, "w", WorkerState.SERVING)
-        request = tasks.create_task(rb.complete(greedy(1, 3000)))
-        await until_state(rb, lambda state: state.workers[0].in_flight)
+        stream = await start_stream(tasks, rb, wanted)
         async with worker_process(nats_url, fleet, "--worker-id", "other", engine_args=fast):
             await until_worker(rb, "other", WorkerState.SERVING)
             process.send_signal(number)
             assert await process.wait() == 0
-            assert len((await request).token_ids) == 3000
+            await stream.reading
+
+    check_stream(stream.chunks, wanted)
+    assert {chunk.attempt for chunk in stream.chunks} == {0, 1}
+    tokens = np.concatenate([chunk.token_ids for chunk in stream.chunks])
+    expected = await undisturbed([wanted], SyntheticConfig())
+    np.testing.assert_array_equal(tokens, expected["r"].token_ids)
 
 
 async def test_a_worker_waits_for_its_id(nats_url: str, fleet: str) -> None:
