@@ -207,10 +207,10 @@ async def test_a_frontend_serves_http(tmp_path: Path) -> None:
 
 async def test_a_viewer_claims_no_client_name(tmp_path: Path) -> None:
     """`rollbus status` with the credentials of a running trainer does not disturb the trainer's requests."""
-    async with guarded(tmp_path) as guard, guard.worker("w0", config=SyntheticConfig(step_s=0.005)):
+    async with guarded(tmp_path) as guard, guard.worker("w0", config=SyntheticConfig(step_s=0.05)):
         async with rollbus.connect(guard.login("alice")) as rb:
             await rb.fleet.wait_for_workers()
-            stream = rb.generate(ask(max_tokens=1000))
+            stream = rb.generate(ask(max_tokens=100))
             await anext(stream)
             ended = await run_rollbus(guard.url, FLEET, "status", "--json", "--creds", str(guard.path("alice")))
             chunks = [chunk async for chunk in stream]

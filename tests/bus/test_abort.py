@@ -16,7 +16,7 @@ from tests.support.requests import all_of, sized
 from tests.support.waits import SOON_S
 
 ENDLESS = 1_000_000
-SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+SLOW = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
 
 
 @pytest.mark.proves("P37")
@@ -51,7 +51,7 @@ async def test_an_abort_ends_a_queued_request_immediately(one_worker: StartServe
 
     The worker that pulls the request later drops it.
     """
-    config = SyntheticConfig(step_s=0.001, max_num_seqs=1, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_num_seqs=1, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine), asyncio.TaskGroup() as tasks:
         async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS))) as stream:
             await anext(stream)

@@ -15,7 +15,7 @@ from tests.support.invariants import observing
 from tests.support.processes import worker_process
 from tests.support.requests import sized
 
-ENGINE_ARGS = {"step_s": 0.002, "max_model_len": 10_000_000}
+ENGINE_ARGS = {"step_s": 0.01, "max_model_len": 10_000_000}
 
 
 async def scenario(nats_url: str, fleet: str) -> None:

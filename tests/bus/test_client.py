@@ -172,7 +172,7 @@ async def test_open_requests_of_a_stopped_worker_fail_with_worker_stopped(nats_u
 
     Later requests raise `NoWorkers`.
     """
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb:
         async with synthetic_worker(nats_url, fleet, config=config) as (worker, _):
             await rb.fleet.wait_for_workers()
@@ -294,7 +294,7 @@ async def test_ended_requests_are_freed_without_the_garbage_collector(one_worker
 @pytest.mark.proves("P68")
 async def test_the_newer_client_keeps_the_name(nats_url: str, fleet: str) -> None:
     """Open and later requests of the older client fail with the reason, and the newer client is served."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with (
         synthetic_worker(nats_url, fleet, config=config) as (_, engine),
         rollbus.connect(nats_url, fleet=fleet, client="same") as older,

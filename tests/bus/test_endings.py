@@ -19,7 +19,7 @@ from tests.support.waits import SOON_S, until_true
 @pytest.mark.proves("P37")
 async def test_a_caller_that_leaves_a_stream_aborts_the_request_in_the_engine(one_worker: StartServed) -> None:
     """If a caller stops reading a stream, the engine aborts the request, and the worker serves the next one."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
         async with contextlib.aclosing(rb.generate(sized(max_tokens=1_000_000))) as stream:
             async for chunk in stream:
@@ -79,7 +79,7 @@ def client_threads() -> list[str]:
 @pytest.mark.proves("P37", "P38")
 async def test_closing_the_client_ends_its_threads_and_aborts_its_requests(nats_url: str, fleet: str) -> None:
     """After a client has closed, none of its threads runs, and its open requests are aborted in the engine."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with synthetic_worker(nats_url, fleet, config=config) as (_, engine):
         async with rollbus.connect(nats_url, fleet=fleet) as rb:
             await rb.fleet.wait_for_workers()
@@ -103,7 +103,7 @@ async def test_an_error_in_the_thread_of_the_client_reaches_every_caller(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("oops")
 
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with synthetic_worker(nats_url, fleet, config=config), asyncio.TaskGroup() as tasks:
         rb = await rollbus.connect(nats_url, fleet=fleet).__aenter__()
         await rb.fleet.wait_for_workers()

@@ -29,9 +29,9 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     A stream in flight continues where it was, with all its tokens. A worker that starts during the pause is paused too.
     """
     one, _ = folders(tmp_path)
-    async with serving_here(nats_url, fleet, one, 2, step_s=0.005) as rb, asyncio.TaskGroup() as tasks:
-        expected = await rb.complete(ask(max_tokens=1000))
-        stream = await start_stream(tasks, rb, ask(max_tokens=1000))
+    async with serving_here(nats_url, fleet, one, 2, step_s=0.025) as rb, asyncio.TaskGroup() as tasks:
+        expected = await rb.complete(ask(max_tokens=200))
+        stream = await start_stream(tasks, rb, ask(max_tokens=200))
 
         paused = await run_rollbus(nats_url, fleet, "pause")
         async with start_here(nats_url, fleet, "w2", one):

@@ -16,11 +16,11 @@ from rollbus.schemas.presence import LoraInfo, WorkerState
 from rollbus.schemas.weights import WeightSource
 from rollbus.workers.sources.sources import WeightSources
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, incomplete, serving_here, start_here, write_adapter
+from tests.control.support import ask, assert_same, folders, serving_here, start_here, write_adapter
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker, until_state, until_worker
 from tests.support.invariants import check_stream
-from tests.support.requests import start_stream
+from tests.support.requests import incomplete, start_stream
 
 
 @pytest.mark.proves("P16")
@@ -31,10 +31,10 @@ async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, t
     started on the new weights.
     """
     one, two = folders(tmp_path)
-    async with serving_here(nats_url, fleet, one, 2, step_s=0.01) as rb:
+    async with serving_here(nats_url, fleet, one, 2, step_s=0.04) as rb:
         before = await rb.complete(ask())
         async with asyncio.TaskGroup() as tasks:
-            streams = [await start_stream(tasks, rb, ask(i, max_tokens=800)) for i in range(6)]
+            streams = [await start_stream(tasks, rb, ask(i, max_tokens=200)) for i in range(6)]
             ended = await run_rollbus(
                 nats_url, fleet, "update-weights", str(two), "--version", "2", "--mode", "keep", "--json"
             )
@@ -51,7 +51,7 @@ async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, t
     assert [(worker["worker"], worker["weight_version"]) for worker in told["workers"]] == [("w0", 2), ("w1", 2)]
     for stream in streams:
         check_stream(stream.chunks, stream.request)
-        assert len(stream.versions) == 800
+        assert len(stream.versions) == 200
         assert set(stream.versions) == {1, 2}
         assert stream.versions == sorted(stream.versions)
     assert {*before.weight_versions.tolist()} == {1}

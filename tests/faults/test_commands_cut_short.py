@@ -30,10 +30,10 @@ from tests.support.waits import until
 pytestmark = pytest.mark.slow
 
 LEASE = ("--lease-s", "2")
-ENGINE_ARGS: dict[str, Any] = {"step_s": 0.003, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE}
+ENGINE_ARGS: dict[str, Any] = {"step_s": 0.01, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE}
 SLOW_LOADS: dict[str, Any] = {**ENGINE_ARGS, "faults": {"load_s": 1.0}}
 """Loads are slow, so that faults affect a worker before it has loaded the weights."""
-REQUESTS = [greedy(prompt, 100 + 40 * prompt, request_id=f"r{prompt}") for prompt in range(20)]
+REQUESTS = [greedy(prompt, 30 + 12 * prompt, request_id=f"r{prompt}") for prompt in range(20)]
 """More requests than both workers run at once, of many lengths.
 
 When the first ends, both workers have other requests for at least a second.

@@ -28,6 +28,8 @@ from tests.support.processes import LASTING, worker_process
 from tests.support.requests import Load
 from tests.support.waits import until_true
 
+SLOW = {"step_s": 0.05}
+"""For requests that follow one another during seconds."""
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=4, vocab_size=VOCAB_SIZE)
 SAME = ("--worker-id", "same", "--served-model-name", MODEL, "--lease-s", "6", "--listen-s", "2")
 LIMIT_S = 60
@@ -81,7 +83,7 @@ async def test_a_second_worker_with_the_same_id_exits(
         if is_guarded:
             guard, fleet = await stack.enter_async_context(guarded(tmp_path)), FLEET
             server, options = guard.login("alice"), (*SAME[2:], *LASTING, "--creds", str(guard.path("w0")))
-        process = await stack.enter_async_context(worker_process(server.url, fleet, *options))
+        process = await stack.enter_async_context(worker_process(server.url, fleet, *options, engine_args=SLOW))
         rb = await stack.enter_async_context(rollbus.connect(server, fleet=fleet))
         first = await holder(rb, process)
         async with requesting(rb) as attempts:
@@ -129,7 +131,7 @@ async def test_a_stopped_worker_exits_if_another_worker_has_its_id_meanwhile(nat
         await holder(rb, first)
         os.kill(first.pid, signal.SIGSTOP)
         # The second worker serves after it has listened for a lease, so the lease of the first has expired.
-        listening = worker_process(nats_url, fleet, *SAME, "--listen-s", "6")
+        listening = worker_process(nats_url, fleet, *SAME, "--listen-s", "6", engine_args=SLOW)
         async with listening as second, asyncio.timeout(LIMIT_S):
             while ((await holder(rb, second)).held_s or 0) <= TIE_S:
                 pass

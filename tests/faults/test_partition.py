@@ -20,7 +20,7 @@ from tests.support.requests import Load, greedy
 from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
 from tests.support.waits import until_true
 
-CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
+CONFIG = SyntheticConfig(step_s=0.009, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 PREFILL = replace(CONFIG, step_s=0.1, max_num_seqs=4)
 """Slow, so that every fault happens during the prefill phase of some requests."""
 NUM_REQUESTS = 40
@@ -125,7 +125,7 @@ async def test_requests_of_a_worker_frozen_beyond_its_lease_resume_elsewhere(
     mixed = make_requests(NUM_REQUESTS, seed=0)
     # If only the direction to the worker is frozen, its frames still reach the client for a while. These requests then
     # run for longer than its lease.
-    max_tokens = 300 if direction is Direction.BOTH else 1000
+    max_tokens = 100 if direction is Direction.BOTH else 333
     lasting = [greedy(index, max_tokens, request_id=f"lasting-{index}") for index in range(4)]
     load = await Load.of([*lasting, *mixed], CONFIG)
     workers = SHAPES["one" if cut_off == "w" else "disaggregated"]
@@ -146,7 +146,7 @@ async def test_requests_of_a_worker_frozen_beyond_its_lease_resume_elsewhere(
             await until_at(rb, cut_off, *(request.request_id for request in lasting))
             proxy.freeze(direction)
             life = worker.presence().incarnation
-            quick = replace(CONFIG, step_s=0.001)
+            quick = replace(CONFIG, step_s=0.003)
             await others.enter_async_context(role_worker(nats_url, fleet, other, quick, lease_s=30.0))
 
         results = await load.run(rb, strikes={1: interrupt}, legs=len(workers))
@@ -199,7 +199,7 @@ async def test_a_client_frozen_beyond_its_lease_completes_all_requests(
     """If a client is frozen for more than its lease, engines end its requests, and all complete after its return."""
     monkeypatch.setattr(runtime, "LEASE_S", 1.5)
     # These requests run for longer than lease and margin. All other requests have left the engine by then.
-    lasting = [greedy(index, 2000, request_id=f"lasting-{index}") for index in range(4)]
+    lasting = [greedy(index, 667, request_id=f"lasting-{index}") for index in range(4)]
     load = await Load.of([*lasting, *make_requests(NUM_REQUESTS, seed=0)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,

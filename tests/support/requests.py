@@ -153,13 +153,12 @@ class Load:
 
     @classmethod
     async def lasting(cls, count: int, config: SyntheticConfig) -> "Load":
-        """Make mixed requests and, before them, eight of 2,000 tokens, which run when the first mixed ones have ended.
+        """Make mixed requests and, before them, eight of six seconds, which run when the first mixed ones have ended.
 
         A fault after the first results then hits requests that run, also if the results reach the client late.
         """
-        return await cls.of(
-            [*(greedy(i, 2000, request_id=f"lasting-{i}") for i in range(8)), *make_requests(count, 0)], config
-        )
+        lasting = [greedy(i, round(6 / config.step_s), request_id=f"lasting-{i}") for i in range(8)]
+        return await cls.of([*lasting, *make_requests(count, 0)], config)
 
     @classmethod
     async def of(cls, requests: Sequence[GenerateRequest], config: SyntheticConfig) -> "Load":

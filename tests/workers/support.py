@@ -12,7 +12,7 @@ from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import HandClient, hand_client
 from tests.support.hand_control import HandController, hand_controller
 
-SLOW = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
+SLOW = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
 """Slow enough that a command arrives in the middle of a stream."""
 
 

@@ -21,8 +21,8 @@ async def test_a_stream_kept_by_a_pause_equals_an_undisturbed_stream(controlled_
     Between them, the worker publishes no tokens (I4).
     """
     async with controlled_worker() as (client, boss, *_):
-        await client.complete(greedy(1, 400, request_id="undisturbed"))
-        await client.enqueue(greedy(1, 400, request_id="paused"))
+        await client.complete(greedy(1, 100, request_id="undisturbed"))
+        await client.enqueue(greedy(1, 100, request_id="paused"))
         await client.until(lambda: len(client.chunks["paused"]) > 20)
         paused = await boss.applied("pause", mode="keep")
         await client.enqueue(short("queued"))

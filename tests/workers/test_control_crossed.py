@@ -23,7 +23,7 @@ from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import SLOW, StartControlled
 
-SLOW_LOAD = SyntheticConfig.from_args({"step_s": 0.002, "max_model_len": 10_000_000, "faults": {"load_s": 1.5}})
+SLOW_LOAD = SyntheticConfig.from_args({"step_s": 0.01, "max_model_len": 10_000_000, "faults": {"load_s": 1.5}})
 
 
 def fields_of(root: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import StartHeard
 
-TWO_SLOTS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)
+TWO_SLOTS = SyntheticConfig(step_s=0.01, max_num_seqs=2, max_model_len=10_000_000)
 
 
 def running(client: HandClient) -> set[int]:
@@ -145,7 +145,7 @@ async def test_turns_of_sessions_wait_for_every_second_slot(
     Requests without a session are rejected.
     """
     monkeypatch.setattr("rollbus.bus.protocol.queue.fairness.STALLED_S", 600.0)
-    config = SyntheticConfig(step_s=0.002, max_num_seqs=1, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_num_seqs=1, max_model_len=10_000_000)
     async with heard_worker(config=config) as (client, worker, _):
         await client.enqueue(endless("first"))
         await client.until(lambda: len(client.offers) == 1)

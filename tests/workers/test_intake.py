@@ -38,7 +38,7 @@ from tests.support.requests import endless, short
 from tests.support.waits import SOON_S, until_true
 from tests.workers.support import StartHeard
 
-ENDLESS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)
+ENDLESS = SyntheticConfig(step_s=0.01, max_num_seqs=2, max_model_len=10_000_000)
 
 
 async def test_a_worker_accepts_as_many_requests_as_slots(nats_url: str, fleet: str) -> None:

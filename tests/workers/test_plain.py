@@ -173,7 +173,7 @@ async def until_end(frames: asyncio.Queue[Frame]) -> list[Frame]:
 @pytest.mark.proves("P92")
 async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, fleet: str) -> None:
     """All tokens arrive in frames numbered from 0. The queue keeps the request until the terminal chunk is sent."""
-    config = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
+    config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with hand_client(nats_url, fleet) as client, synthetic_worker(nats_url, fleet, config=config, worker_id="a"):
         reply_to, frames = await listen(client)
         await client.enqueue(endless("r"), incarnation="", reply_to=reply_to)

@@ -23,7 +23,7 @@ from tests.workers.support import StartHeard
 
 pytestmark = pytest.mark.slow
 
-FOUR_SLOTS = SyntheticConfig(step_s=0.002, max_num_seqs=4, max_model_len=10_000_000)
+FOUR_SLOTS = SyntheticConfig(step_s=0.01, max_num_seqs=4, max_model_len=10_000_000)
 SIBLINGS = (Sibling(2, 7), Sibling(0, 5), Sibling(9))
 
 

@@ -21,7 +21,8 @@ LONG = 60_000
 @pytest.mark.proves("P16")
 async def test_a_kept_stream_changes_to_the_new_weights_at_an_exact_cut(tmp_path: Path) -> None:
     """Before the cut, a kept stream has tokens and version of the old weights, and afterwards of the new weights."""
-    async with rig(tmp_path / "a") as worker, rig(tmp_path / "b") as old, rig(tmp_path / "c", fill=2) as new:
+    config = SyntheticConfig(step_s=0.005)
+    async with rig(tmp_path / "a", config) as worker, rig(tmp_path / "b") as old, rig(tmp_path / "c", fill=2) as new:
         path = worker.checkpoint("2", 2)
         await worker.begin("r", LONG)
         await worker.weights.update(update(path, 2), worker.report)
@@ -271,7 +272,7 @@ async def test_a_source_that_disappears_before_its_load_leaves_the_weights_valid
 @pytest.mark.slow
 async def test_an_update_with_wait_fails_if_a_request_runs_for_too_long(tmp_path: Path) -> None:
     """With `wait`, an update fails if a request runs for too long, and the request continues."""
-    async with rig(tmp_path) as worker:
+    async with rig(tmp_path, SyntheticConfig(step_s=0.01)) as worker:
         path = worker.checkpoint("2", 2)
         # The command's time then is for the request alone, not for the check of the checkpoint on a busy machine.
         await worker.stager.stage(StageKey(source(path)))
