@@ -115,7 +115,7 @@ def check_generation(generation: Generation, request: GenerateRequest, *, routin
 
 # Waits for fleet states that a client sees.
 
-LOOK_AGAIN_S = 0.05
+LOOK_AGAIN_S = 0.02
 """Seconds between two reads of the state, each of which asks every process of the fleet."""
 
 
