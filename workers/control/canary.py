@@ -103,8 +103,8 @@ class Canaries:
 
     def __init__(self, in_flight: InFlightRequests) -> None:
         self._in_flight = in_flight
-        # By the digest of the weights.
-        self._known = Recent[str, Canary](MAX_KNOWN)
+        # By the digest of the weights, which is never None.
+        self._known = Recent[str | None, Canary](MAX_KNOWN)
 
     async def sample(self, deadline: Deadline) -> Canary:
         """Sample the canary on the engine, which must not be paused.
@@ -166,8 +166,7 @@ class Canaries:
         Args:
             content: digest of their files. None, if it is unknown, accepts every canary.
         """
-        if content is not None:
-            self.check_agrees(canary, self._known.get(content), "the earlier canary of these weights")
+        self.check_agrees(canary, self._known.get(content), "the earlier canary of these weights")
 
     def add(self, content: str | None, canary: Canary) -> None:
         """Add the canary of weights. Remove the oldest canary if there are more than `MAX_KNOWN`."""
@@ -176,5 +175,4 @@ class Canaries:
 
     def remove(self, content: str | None) -> None:
         """Remove the canary of weights because it was wrong."""
-        if content is not None:
-            self._known.pop(content, None)
+        self._known.pop(content, None)

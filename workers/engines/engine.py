@@ -305,8 +305,7 @@ class EngineRunner:
         Raises:
             InvalidRequest: the adapter rejects the request; it did not reach the engine.
         """
-        self._inside.add(key)
-        self._being_added.add(key)
+        self.reserve([key])
         if kv is not None and kv.params:
             self._fetching.add(key)
         try:

@@ -88,7 +88,6 @@ class VllmEngine:
         self._loaded = LoadSerials()
         self._controls: Controls | None = None
         self._is_paused = False
-        self._is_transferring = False
         self._is_closed = False
         # Bytes that the last sleep freed, by GPU.
         self._freed: dict[str, int] = {}
@@ -203,7 +202,7 @@ class VllmEngine:
         """
         while not self._is_closed:
             steps = await self._next_steps()
-            if steps or (self._feed is not None and self._feed.meter.has_moved):
+            if steps or (self._feed and self._feed.meter.has_moved):
                 yield steps
 
     async def pause(self) -> None:
@@ -252,7 +251,6 @@ class VllmEngine:
         await self._clear_nan()
         controls, model_config = self._running(), self._launch.llm.vllm_config.model_config
         check_supported(controls.refusals.weight_updates)
-        self._is_transferring = False
         self._loaded.replace_weights()
         answers = await controls.calls.on_workers("rollbus_load_weights", path=str(path))
         # The worker processes have the same values.
@@ -310,47 +308,31 @@ class VllmEngine:
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
         """Pass `info` to vLLM's own transfer engine."""
-        check_supported(self._running().refusals.weight_transfer)
-        await self._running().calls.on_workers("rollbus_transfer", step=INIT_TRANSFER, info=dict(info))
+        await self._transfer(INIT_TRANSFER, info=dict(info))
 
     async def start_weight_update(self) -> None:
         """Begin to receive weights; after this call the weights are half written until `finish_weight_update`."""
-        check_supported(self._running().refusals.weight_transfer)
         self._loaded.replace_weights()
         await self._transfer(START_TRANSFER)
-        self._is_transferring = True
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
         """Receive some of the weights; an error ends the update, which must then be started again."""
-        self._check_transferring()
         await self._transfer(UPDATE_TRANSFER, info=dict(info))
 
     async def finish_weight_update(self) -> Verified | None:
         """Finish the update after the last chunk; this unloads all adapters."""
-        self._check_transferring()
-        answers = await self._transfer(FINISH_TRANSFER)
-        self._is_transferring = False
-        verified = sum_answers(answers)
+        verified = sum_answers(await self._transfer(FINISH_TRANSFER))
         await self._forget_old_weights()
         await self._clear_nan()
         return verified
 
     async def abandon_weight_update(self) -> None:
         """End an unfinished update; return only if all worker processes execute calls."""
-        self._is_transferring = False
         await self._running().calls.on_workers("rollbus_abandon_transfer")
 
     async def _transfer(self, step: str, **info: Any) -> list[dict[str, Any]]:
-        try:
-            return await self._running().calls.on_workers("rollbus_transfer", step=step, **info)
-        except ControlError:
-            self._is_transferring = False
-            raise
-
-    def _check_transferring(self) -> None:
         check_supported(self._running().refusals.weight_transfer)
-        if not self._is_transferring:
-            raise ControlError(ControlCode.ENGINE_ERROR, "no weight update was started; start it first")
+        return await self._running().calls.on_workers("rollbus_transfer", step=step, **info)
 
     async def close(self) -> None:
         """Stop the engine and every process that it started; safe to call twice and after a failed `start`.
@@ -372,10 +354,11 @@ class VllmEngine:
 
     async def _open(self, llm: "AsyncLLM") -> None:
         """Read the engine's output and warm up, which compiles the kernels and verifies the row rule."""
-        feed = CoreFeed(llm, self._loaded, await llm.get_supported_tasks())
-        self._feed, self._requests = feed, OpenRequests.of(self.capabilities)
+        feed, given = CoreFeed(llm, self._loaded, await llm.get_supported_tasks()), self.capabilities
+        mask_vocab_size = given.vocab_size if given.sampling_mask else None
+        self._feed, self._requests = feed, OpenRequests(given.routed_experts, vocab_size=mask_vocab_size)
         has_prompt_logprobs = self._running().refusals.prompt_logprobs is None
-        for together in warm_up_rounds(self.capabilities, has_prompt_logprobs=has_prompt_logprobs):
+        for together in warm_up_rounds(given, has_prompt_logprobs=has_prompt_logprobs):
             for number, request in enumerate(together):
                 await self.add(f"warm-up-{number}", request)
             while len(self._requests):

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ....schemas.chunk import FinishReason
-from ....schemas.errors import EngineDead, InvalidRequest
+from ....schemas.errors import EngineDead
 from ....schemas.presence import EngineStats
 from ....schemas.request import GenerateRequest
 from ..rates import PrefixAge, TokenRates, sum_rates
@@ -203,8 +203,6 @@ class CoreFeed:
         }
         try:
             return self._llm.input_processor.process_inputs(engine_id, prompt, params, self._supported_tasks, **options)
-        except InvalidRequest:
-            raise
         except (VLLMClientError, ValueError, TypeError) as exc:
             raise refusal(exc, request.sampling) from exc
 

@@ -50,7 +50,6 @@ does not start (v1/worker/cpu_worker.py: __init__). Set another size with `kv_ca
 KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 CPU_KV_BLOCK_TOKENS = 32
 """Only whole blocks of KV are transferred. A short prompt does not fill a block of vLLM's default of 128 tokens."""
-SEED_BITS = 31
 GRAMMARS = "structured_outputs_config"
 GRAMMAR_BACKEND = "xgrammar"
 CPU_UNUSED_LORAS = 1
@@ -230,7 +229,7 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
         "use_tqdm_on_load": False,
         # With one seed for all engines, as by vLLM's default, workers sample equal answers to one prompt. Processes on
         # other machines are started elsewhere and need vLLM's default too.
-        "seed": secrets.randbits(SEED_BITS) if given.get("nnodes", 1) == 1 else 0,
+        "seed": secrets.randbits(31) if given.get("nnodes", 1) == 1 else 0,
     }
     if current_platform.is_cpu():
         defaults |= {"enforce_eager": True, "max_model_len": LARGEST_THAT_FITS}

@@ -11,7 +11,7 @@ from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from ....schemas.errors import ErrorCode
 from ....schemas.messages import KvTransfer
-from ....schemas.presence import Capabilities, RoutedExpertsInfo
+from ....schemas.presence import RoutedExpertsInfo
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
 from ....schemas.sampling import SamplingParams
@@ -162,12 +162,6 @@ class OpenRequests:
         """True if a request received NaN: the engine's KV cache may contain NaN. Code that clears the cache sets this
         to False.
         """
-
-    @classmethod
-    def of(cls, capabilities: Capabilities) -> "OpenRequests":
-        """Create the table for an engine with these capabilities."""
-        vocab_size = capabilities.vocab_size if capabilities.sampling_mask else None
-        return cls(capabilities.routed_experts, vocab_size=vocab_size)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -19,7 +19,7 @@ MIN_TEMPERATURE = 0.01
 
 AS_GIVEN = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "logprobs"),
-    *("prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
 )
 """Fields of `SamplingParams` that vLLM's has too, with the same meaning."""
 STRUCTURED = "structured_outputs"
@@ -80,7 +80,6 @@ def to_vllm(
     fields: dict[str, Any] = {
         **{name: getattr(sampling, name) for name in AS_GIVEN},
         "stop_token_ids": list(sampling.stop_token_ids),
-        "logit_bias": None if sampling.logit_bias is None else dict(sampling.logit_bias),
         "allowed_token_ids": None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
         # If the request wants no routed experts, the engine need not read and send the rows of the prompt.
         "routed_experts_prompt_start": request.routed_experts_prompt_start if returns_rows else request.prompt_len,

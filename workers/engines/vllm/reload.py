@@ -112,6 +112,8 @@ class Reload:
         """
         if not hasattr(self._worker, step):
             return failed(ControlCode.UNSUPPORTED, f"this release of vLLM has no {step}")
+        if step in (UPDATE_TRANSFER, FINISH_TRANSFER) and not self._worker._weight_update_active:
+            return failed(ControlCode.ENGINE_ERROR, "no weight update was started; start it first")
         try:
             with foreign_code():
                 if step == START_TRANSFER:
@@ -135,7 +137,9 @@ class Reload:
         if self._copied is None:
             folder = Path(self._runner.model_config.model)
             # The folder may be removed or have other weights now.
-            self._copied = frozenset(self._equal_in(folder)) if _find_unreadable(folder) is None else frozenset()
+            self._copied = frozenset()
+            if _find_unreadable(folder) is None:
+                self._copied = frozenset(compare_parameters(self._model(), folder)[0])
             if not self._copied:
                 logger.warning("weights.comparison_skipped model=%s", folder)
         self.give_up()
@@ -173,9 +177,6 @@ class Reload:
             raise _NotLoaded(f"the checkpoint has NaN in {list_names(nan, limit=MAX_NAMED)}")
         if wrong:
             raise _NotLoaded(f"vLLM reported success, but did not load {list_names(sorted(wrong), limit=MAX_NAMED)}")
-
-    def _equal_in(self, folder: Path) -> set[str]:
-        return compare_parameters(self._model(), folder)[0]
 
 
 def compare_parameters(model: Any, folder: Path) -> tuple[set[str], set[str]]:

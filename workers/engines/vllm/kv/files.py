@@ -152,9 +152,6 @@ class KvPhaseTracker:
         self._giving: dict[str, _Giving] = {}
         self._loads: list[BlockTransfer] = []
 
-    def __len__(self) -> int:
-        return len(self._giving)
-
     def num_to_load(self, request: Any, num_computed_tokens: int) -> int:
         """Return the number of prompt tokens to load after the `num_computed_tokens` in this engine; whole blocks."""
         return max(self._num_handed(request) - num_computed_tokens, 0)
