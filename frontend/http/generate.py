@@ -19,6 +19,7 @@ from ..tokenization import Tokenizer
 from .answers import AnswerChoice, Update
 from .body import decode_body, read_body
 from .errors import HttpError, invalid, unsupported
+from .openai.body import OpenAIStreamOptions
 from .openai.requests import Options
 from .openai.shapes import AnswerShape, JsonParts, Namer
 from .requests import RequestTarget, build_request, check_length, find_target
@@ -83,13 +84,8 @@ WITH_ROWS: Final[AnswerShape] = _WithRows()
 """The same for clients that reject null for routed experts, even if the request was aborted before its first token."""
 
 
-class GenerateStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class GenerateStreamOptions(OpenAIStreamOptions, forbid_unknown_fields=True):
     """Additional data in a stream."""
-
-    include_usage: bool | None = None
-    """Add one event with the total usage before the end of the stream."""
-    continuous_usage_stats: bool | None = None
-    """With `include_usage`: every event has the usage so far."""
 
 
 class SamplingBody(SamplingFields, kw_only=True, frozen=True):

@@ -16,7 +16,7 @@ from rollbus.bus.protocol.telemetry.requests import merge_timelines
 from rollbus.frontend.cli.app import main
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.watch.experts import LEGEND, map_lines
-from rollbus.frontend.cli.watch.traces import MAX_SHOWN, attempt_rows, event_rows, notes, phase_rows
+from rollbus.frontend.cli.watch.traces import MAX_SHOWN, attempt_rows, event_rows, notes, phase_rows, trace_lines
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.options import pip_install
 from rollbus.schemas.presence import WorkerState
@@ -175,13 +175,12 @@ def test_control_characters_from_the_wire_are_replaced() -> None:
     """Control characters from the wire are escaped."""
     hostile = TimelineEvent(at=1.0, event="\x1b[2J", reason="\x07x")
     trace = RequestTrace(
-        request_id="r",
+        request_id="r\x1b[2J",
         timelines=(timeline(hostile, lane="\x1b]0;x\x07"), timeline(hostile, client="\x1b[31m")),
         silent={"w": "\x1b[2J"},
     )
 
-    shown = [*attempt_rows(trace), *phase_rows(trace), *event_rows(trace), list(notes(trace))]
-    assert all(cell.isprintable() for row in shown for cell in row)
+    assert all(line.isprintable() for line in trace_lines(trace, 80))
 
 
 async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet: str) -> None:

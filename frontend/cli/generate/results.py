@@ -17,9 +17,9 @@ import os
 import shutil
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -164,7 +164,7 @@ def _schema() -> Any:
     )
 
 
-class RowsFile:
+class RowsFile(AbstractContextManager["RowsFile"]):
     """Arrays by key, for one writer. After the exit, even by an error, `numpy.load` can read the arrays.
 
     Raises:
@@ -182,10 +182,6 @@ class RowsFile:
     def __contains__(self, key: str) -> bool:
         """Return True if the array of `key` was added in this run or an earlier one."""
         return f"{key}.npy" in self._saved or (self._folder / f"{key}.npy").exists()
-
-    def __enter__(self) -> Self:
-        """Return this file, which is already open."""
-        return self
 
     def __exit__(self, *_error: object) -> None:
         """Move the arrays of the folder into the `.npz`."""
@@ -235,24 +231,23 @@ class _Rows(msgspec.Struct, frozen=True):
     key: str | None = None
 
 
-class _SiblingResult(msgspec.Struct, frozen=True):
+class _Result(msgspec.Struct, frozen=True):
     routed_experts: _Rows | None = None
 
 
-class _ResultLine(msgspec.Struct, frozen=True):
+class _ResultLine(_Result, frozen=True, kw_only=True):
     """The fields of a line that a second run reads."""
 
     index: int
     fingerprint: str
     error: dict[str, object] | None = None
     model: str | None = None
-    routed_experts: _Rows | None = None
-    siblings: list[_SiblingResult] = []
+    siblings: list[_Result] = []
 
     def keys(self) -> Iterator[str]:
         """Yield the keys of the line's arrays in the `.npz`."""
-        for rows in (self.routed_experts, *(sibling.routed_experts for sibling in self.siblings)):
-            if rows is not None and rows.key is not None:
+        for sample in (self, *self.siblings):
+            if (rows := sample.routed_experts) is not None and rows.key is not None:
                 yield rows.key
 
 

@@ -70,13 +70,13 @@ def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
         versions = [event.weight_version for event in timeline.events if event.weight_version is not None]
         yield [
             _label(trace, timeline),
-            printable(timeline.worker),
+            timeline.worker,
             timeline.phase or "",
-            "" if lost else "placed" if timeline.lane is None else printable(timeline.lane),
+            "" if lost else "placed" if timeline.lane is None else timeline.lane,
             "" if lost else f"{timeline.prompt_tokens:,}",
             "" if last is None or last.tokens is None else f"{last.tokens:,}",
             ", ".join(map(str, dict.fromkeys(versions))),
-            f"{'lost: ' if lost else ''}{printable(last.reason or '')}" if last else "in flight",
+            f"{'lost: ' if lost else ''}{last.reason or ''}" if last else "in flight",
         ]
 
 
@@ -99,7 +99,7 @@ def event_rows(trace: RequestTrace) -> Iterator[list[str]]:
         for event in timeline.events:
             took = "" if before is None else _seconds(event.at - before)
             at = _seconds(event.at - began_at)
-            yield [_label(trace, timeline), timeline.worker, at, took, printable(event.event), _details(event)]
+            yield [_label(trace, timeline), timeline.worker, at, took, event.event, _details(event)]
             before = event.at
 
 
@@ -119,7 +119,7 @@ def notes(trace: RequestTrace) -> Iterator[str]:
 def silent_lines(answers: RequestList) -> Iterator[str]:
     """Yield a line for each worker without an answer."""
     for worker, why in answers.silent.items():
-        yield f"No answer from {worker}: {printable(why)}."
+        yield f"No answer from {worker}: {why}."
 
 
 def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
@@ -128,7 +128,7 @@ def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
     if any(other.child for other in trace.timelines):
         label += f" of sample {timeline.child}"
     if len({other.client for other in trace.timelines}) > 1:
-        label += f" of {printable(timeline.client)}"
+        label += f" of {timeline.client}"
     return label
 
 
@@ -150,7 +150,7 @@ def _details(event: TimelineEvent) -> str:
     if event.cached_tokens is not None:
         parts.append(f"{event.cached_tokens:,} cached")
     if event.reason is not None:
-        parts.append(printable(event.reason))
+        parts.append(event.reason)
     return ", ".join(parts)
 
 
