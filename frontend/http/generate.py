@@ -84,7 +84,7 @@ WITH_ROWS: Final[AnswerShape] = _WithRows()
 """The same for clients that reject null for routed experts, even if the request was aborted before its first token."""
 
 
-class GenerateStreamOptions(OpenAIStreamOptions, forbid_unknown_fields=True):
+class GenerateStreamOptions(OpenAIStreamOptions, forbid_unknown_fields=True, frozen=True):
     """Additional data in a stream."""
 
 

@@ -124,7 +124,7 @@ def test_a_line_of_a_batch_is_read_as_over_http() -> None:
 
     assert (chat.request_id, chat.prompt) == ("request-1", [USER])
     assert chat.fields == {"model": "m", "sampling": {"max_tokens": 9, "logprobs": 2}}
-    short = {**BATCH, "body": {"messages": [USER]}}
+    short: dict[str, object] = {**BATCH, "body": {"messages": [USER]}}
     assert parse(short).fields["sampling"] == {"max_tokens": None}
     assert parse(short, sampling={"max_tokens": 5}).fields["sampling"] == {"max_tokens": 5}
     assert (text.prompt, text.fields) == ("a", {"model": "m", "sampling": {"max_tokens": 3}})

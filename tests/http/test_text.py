@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +319,11 @@ async def post(client: httpx.AsyncClient, path: str, **body: object) -> Any:
     return answer.json()
 
 
+DEEP: Any = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
 async def chat_text(**chat: Any) -> str:
     """Return the prompt of a chat as text."""
     ids = await encode_chat(byte_level(), Chat(**chat))
@@ -457,7 +461,7 @@ async def test_a_template_gets_the_text_parts_that_it_takes(tmp_path: Path) -> N
         ({"role": {}}, "messages[0].role"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[0].tool_calls[0]"),
-        ({"role": "user", "x": reduce(lambda inner, _: [inner], range(5000), [])}, "messages"),
+        ({"role": "user", "x": DEEP}, "messages"),
     ],
 )
 async def test_invalid_messages_are_refused_with_their_position(message: dict[str, Any], field: str) -> None:
