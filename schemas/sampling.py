@@ -104,7 +104,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
     min_tokens: int = 0
     """Number of tokens before which neither EOS nor `stop_token_ids` end the generation."""
     temperature: float = 1.0
-    """Temperature, 0 (greedy) to 2."""
+    """Temperature, 0 to 2; 0: greedy."""
     top_p: float = 1.0
     """Cumulative probability of the tokens to sample from, above 0 up to 1."""
     top_k: int = 0

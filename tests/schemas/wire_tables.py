@@ -56,8 +56,9 @@ NAMED_RANGES = {
     (1, 2**63 - 1): "count from 1",
 }
 """Ranges of integers that many fields have. The page explains the names."""
-LISTS = ("commands", "fields", "errors", "limits")
-"""Parts that combine several structs or enums."""
+ALLOWED = {"sampling": "a map of `SamplingParams`", "routed_experts_prompt_start": "int(0 to Lp)"}
+ALLOWED["request_id"] = f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -"
+"""Allowed values of fields whose error messages do not state them for all requests."""
 LOCAL_LIMITS = {"MAX_IN_FLIGHT", "MAX_OVER", "MAX_REMEMBERED_IDS", "MAX_STEP_GROUPS"}
 """Limits of arguments and memory of the Python client, which no message shows."""
 
@@ -69,14 +70,10 @@ def with_tables(text: str) -> str:
 
 def part(name: str) -> str:
     """Return a generated part in Markdown."""
-    if name == "errors":
-        return bullets(error_items())
     if name == "limits":
         return "; ".join(limit_items()) + ".\n"
-    if name == "commands":
-        return bullets(command_items())
-    if name == "fields":
-        return bullets(field_items())
+    if name in LISTS:
+        return bullets(LISTS[name]())
     if name in ENUMS:
         return bullets(f"`{value}`: {meaning}" for value, meaning in enum_meanings(ENUMS[name]))
     kind = STRUCTS[name]
@@ -150,24 +147,34 @@ def checked_items(kind: type[msgspec.Struct]) -> Iterator[str]:
     meanings = docstrings(inspect.getsource(kind))
     for field in msgspec.structs.fields(kind):
         if field.name != "id_scope":  # Never on the wire.
-            initial = " = nil" if field.default is None else default(field)
-            yield f"`{field.name}` ({allowed(kind, field.name)}{initial}): {meanings[field.name]}"
+            kind_name = short(allowed(kind, field.name))
+            is_type = re.match(r"(int|float|bool|str|array)\b", kind_name.replace("int32", "int"))
+            initial = default(field) if field.default is not None else "?" if is_type else ", or nil"
+            # The bounds of a number stand beside its type.
+            meaning = re.sub(r", (at least|above|-?\d+ to) [^;.]+(?=[;.])", "", meanings[field.name])
+            yield f"`{field.name}` ({kind_name}{initial}): {meaning}"
 
 
 def allowed(kind: type[Any], name: str) -> str:
     """Return the allowed values in the field's error message."""
     required = {"prompt_token_ids": [1]} if kind is GenerateRequest else {}
-    if name == "sampling":
-        return "a map of `SamplingParams`"
-    if name == "routed_experts_prompt_start":
-        return "an integer from 0 to Lp"
-    if name == "request_id":
-        return f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -"
+    if name in ALLOWED:
+        return ALLOWED[name]
     try:
         kind(**(required | {name: object()}))
     except InvalidRequest as exc:
         return exc.allowed
     raise ValueError(f"{kind.__name__}.{name} accepts anything")
+
+
+def short(text: str) -> str:
+    """Return the allowed values of an error message in the terms of the page's types."""
+    text = re.sub(r"\d+", lambda match: f"{int(match[0]):,}", text)
+    text = re.sub(r"^a flat list of (?:0 to )?(.+?) token ids from .*", r"array(\1) of int32", text)
+    text = re.sub(r"^(\S+ to \S+) characters, none a control character$", r"str(\1, no control characters)", text)
+    text = re.sub(r"^an integer from (.*)", r"int(\1)", text)
+    text = re.sub(r"^a number (?:from )?(.*)", r"float(\1)", text)
+    return text.replace("int(0 to 2,147,483,647)", "int32").replace("true or false", "bool")
 
 
 def struct_items(kind: type[msgspec.Struct]) -> Iterator[str]:
@@ -196,10 +203,10 @@ def default(field: msgspec.structs.FieldInfo) -> str:
     if isinstance(field.default, msgspec.Struct):
         return ", all defaults"
     if field.default_factory is dict:
-        return " = `{}`"
+        return "=`{}`"
     if field.default is msgspec.NODEFAULT:
         return ", random"
-    return f" = `{msgspec.json.encode(field.default).decode()}`" if field.default != b"" else ", empty"
+    return f"=`{msgspec.json.encode(field.default).decode()}`" if field.default != b"" else ", empty"
 
 
 def type_name(kind: wire_types.Type) -> str:
@@ -211,14 +218,14 @@ def type_name(kind: wire_types.Type) -> str:
                 return "a command"
             return " or ".join(members) + "?" * kind.includes_none
         case wire_types.LiteralType():
-            return " or ".join(f"`{value}`" for value in kind.values)
+            return f"`{'|'.join(map(str, kind.values))}`"
         case wire_types.EnumType() | wire_types.StructType():
             return f"`{kind.cls.__name__}`"
         case wire_types.ListType() | wire_types.VarTupleType():
-            bound = f", up to {kind.max_length:,}" if kind.max_length else ""
-            return f"array of {type_name(kind.item_type)}{bound}"
+            bound = f"({kind.max_length:,})" if kind.max_length else ""
+            return f"array{bound} of {type_name(kind.item_type)}"
         case wire_types.TupleType():
-            return f"array of {len(kind.item_types)} {type_name(kind.item_types[0])}"
+            return f"{len(kind.item_types)} {type_name(kind.item_types[0])}"
         case wire_types.DictType():
             return f"map of {type_name(kind.key_type)} to {type_name(kind.value_type)}"
         case _:
@@ -233,23 +240,19 @@ def scalar_name(kind: wire_types.Type) -> str:
                 return NAMED_RANGES[kind.ge, kind.le]
             return "int" + range_text(kind.ge, kind.le)
         case wire_types.FloatType():
-            return "float" + (" above 0" if kind.gt == 0 else range_text(kind.ge, kind.le))
+            if (kind.ge, kind.le) == (0, None):
+                return "ufloat"
+            return "float" + ("(above 0)" if kind.gt == 0 else range_text(kind.ge, kind.le))
         case wire_types.StrType():
             return "str" + (f"({kind.max_length})" if kind.max_length else "")
-    names = {
-        wire_types.BytesType: "bin",
-        wire_types.BoolType: "bool",
-        wire_types.RawType: "map",
-        wire_types.AnyType: "any value",
-    }
-    return names[type(kind)]
+    return {"BytesType": "bin", "BoolType": "bool", "RawType": "map", "AnyType": "any value"}[type(kind).__name__]
 
 
 def range_text(low: float | None, high: float | None) -> str:
     """Return the bounds of a number as text."""
     if low is None:
         return ""
-    return f" from {low:,}" if high is None else f", {low:,} to {high:,}"
+    return f"(from {low:,})" if high is None else f"({low:,} to {high:,})"
 
 
 def docstrings(source: str) -> dict[str, str]:
@@ -263,6 +266,9 @@ def docstrings(source: str) -> dict[str, str]:
                 found[name] = " ".join(str(ast.literal_eval(following.value)).split())
     return found
 
+
+LISTS = {"commands": command_items, "fields": field_items, "errors": error_items, "limits": limit_items}
+"""Parts that combine several structs or enums."""
 
 if __name__ == "__main__":
     DOC.write_text(with_tables(DOC.read_text()))
