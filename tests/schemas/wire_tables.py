@@ -59,8 +59,6 @@ NAMED_RANGES = {
 ALLOWED = {"sampling": "a map of `SamplingParams`", "routed_experts_prompt_start": "int(0 to Lp)"}
 ALLOWED["request_id"] = f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -"
 """Allowed values of fields whose error messages do not state them for all requests."""
-LOCAL_LIMITS = {"MAX_IN_FLIGHT", "MAX_OVER", "MAX_REMEMBERED_IDS", "MAX_STEP_GROUPS"}
-"""Limits of arguments and memory of the Python client, which no message shows."""
 
 
 def with_tables(text: str) -> str:
@@ -70,8 +68,6 @@ def with_tables(text: str) -> str:
 
 def part(name: str) -> str:
     """Return a generated part in Markdown."""
-    if name == "limits":
-        return "; ".join(limit_items()) + ".\n"
     if name in LISTS:
         return bullets(LISTS[name]())
     if name in ENUMS:
@@ -107,13 +103,6 @@ def error_items() -> Iterator[str]:
     for code, facts in ERRORS.items():
         notes = [facts.fault, *["retry"] * facts.retryable, *["started"] * facts.admitted]
         yield f"`{code}` ({', '.join(notes)}): {facts.meaning}"
-
-
-def limit_items() -> Iterator[str]:
-    """Yield each limit with its value. The docstrings in `schemas/limits.py` have the reasons."""
-    for name in sorted(filter(str.isupper, vars(limits))):
-        if name not in LOCAL_LIMITS:
-            yield f"`{name}` {getattr(limits, name):,}"
 
 
 def command_items() -> Iterator[str]:
@@ -267,7 +256,7 @@ def docstrings(source: str) -> dict[str, str]:
     return found
 
 
-LISTS = {"commands": command_items, "fields": field_items, "errors": error_items, "limits": limit_items}
+LISTS = {"commands": command_items, "fields": field_items, "errors": error_items}
 """Parts that combine several structs or enums."""
 
 if __name__ == "__main__":
