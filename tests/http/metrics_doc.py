@@ -50,15 +50,16 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 def with_table(text: str) -> str:
     """Return the page with the current list."""
     items = "".join(
-        f"- `{name}` ({shown(name, kind, labels)}): {meaning}\n" for name, kind, labels, meaning in sorted(rows())
+        f"- `{name}`{shown(name, kind, labels)}: {meaning}\n" for name, kind, labels, meaning in sorted(rows())
     )
     return TABLE.sub(lambda _: f"<!-- table -->\n{items}<!-- end -->", text)
 
 
 def shown(name: str, kind: str, labels: str) -> str:
-    """Return the kind of a metric with the labels that not all metrics of its prefix have."""
+    """Return the kind and labels of a metric in brackets, without those that the page states once for many metrics."""
     common = next((common for prefix, common in COMMON_LABELS.items() if name.startswith(prefix)), set())
-    return ", ".join([kind, *(label for label in labels.split(", ") if label and label not in common)])
+    parts = [*([kind] if kind not in {"counter", "gauge"} else []), *labels.split(", ")]
+    return f" ({rest})" if (rest := ", ".join(part for part in parts if part and part not in common)) else ""
 
 
 if __name__ == "__main__":
