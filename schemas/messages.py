@@ -108,8 +108,8 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     siblings: Annotated[tuple[Sibling, ...], Meta(max_length=limits.MAX_SIBLINGS)] = ()
     """Further samples of the same request and attempt; only in direct messages to workers with `request_groups`."""
     may_wait: bool = False
-    """True: the requests may wait at the worker behind one of their group (`group_id`, else `request_id`) that it has
-    accepted, or as turns of a session; only in direct messages to workers with `group_backlog`."""
+    """True: the requests may wait at the worker behind an accepted one of their group (`group_id`, else `request_id`),
+    or as turns of a session; only in direct messages to workers with `group_backlog`."""
     placed_for: Name = ""
     """Reason that the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`; empty: none."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
@@ -148,8 +148,7 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     number: FrameNumber
     """Number of the frame on its link, contiguous from 0. A heartbeat (without content) has that of the next one."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Offers: requests that the worker has just accepted; one that may wait is named again when the engine receives
-    it."""
+    """Offers: requests that the worker has just accepted, or that waited and that its engine has now received."""
     chunks: Annotated[list[Chunk], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Chunks; those of one request are in order."""
     link: FrameNumber = 0

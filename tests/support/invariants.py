@@ -2,8 +2,7 @@
 
 - I1: a request ends once (P1). I2: its chunks have no gaps (P33). I3: it has the rows of its tokens (P14).
 - I4: pauses and versions are as acked (P77, P16). I5: a command has one final ack (P18, P73).
-- I6: each buffer stays within its bound (P61). I7: nothing is left at the end (P38). I8: each dropped message is counted
-  (P39).
+- I6: each buffer stays within its bound (P61). I7: nothing is left at the end (P38). I8: drops are counted (P39).
 
 async with observing(server.url, fleet) as observer:
     async with ...workers and clients...:
