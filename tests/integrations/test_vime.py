@@ -33,7 +33,7 @@ from tests.support.requests import TOLERANCE, expert_sets
 NPY = Settings(routed_experts_npy=True)
 """The service runs with `--routed-experts-npy`: vime sends no field for it."""
 NUM_LAYERS, TOP_K = 4, 4
-LONG = 2000
+LONG = 8000
 
 
 async def generate(http: Http, model: str, tokens: list[int], *, start: int = 0, **changes: Any) -> dict[str, Any]:
