@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
@@ -272,6 +273,22 @@ def test_the_workers_own_request_runs_beside_a_full_batch(reloaded: RunningEngin
     assert len(beside) <= 4
     assert results["own"].last.finish_reason is not None
     assert len(beside) == 4
+
+
+def test_the_workers_own_request_does_not_wait_for_the_kv_of_others(moe: RunningEngine) -> None:
+    """A request of the worker runs before those that wait until others end and free their KV."""
+    long = replace(LONG, sampling=replace(LONG.sampling, max_tokens=30), cache_salt="held")
+
+    async def scenario() -> set[str]:
+        # The cache has room for four of the prompts.
+        keys = [await moe.add(replace(long, prompt_token_ids=prompt(480, seed=number))) for number in range(8)]
+        await moe.engine.add("/own/1", replace(REQUESTS[1], sampling=replace(LONG.sampling, max_tokens=2)))
+        seen: dict[str, RequestStep] = {}
+        while "/own/1" not in seen or seen["/own/1"].finish_reason is None:
+            seen |= {step.key: step for step in await moe.next()}
+        return seen.keys() & set(keys[5:])
+
+    assert moe.call(scenario(), timeout_s=60.0) == set()
 
 
 def test_calls_of_features_outside_of_the_capabilities_are_rejected(

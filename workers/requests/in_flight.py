@@ -159,7 +159,7 @@ class InFlightRequests:
             ControlError: `timeout`; `engine_error`: the engine rejected the request or failed it.
         """
         self._num_own += 1
-        # Names of clients' requests begin with the client, which is never empty.
+        # Names of clients' requests begin with the client, which is never empty. vLLM schedules these names first.
         key = f"/{request.request_id}/{self._num_own}"
         steps = self._own[key] = []
         try:

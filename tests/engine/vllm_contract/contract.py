@@ -168,8 +168,17 @@ OTHERS: tuple[Need, ...] = (
     ),
     Need(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        has="prev_step_scheduled_req_ids requests running",
-        calls={"_preempt_request": "request timestamp", "update_from_output": "scheduler_output model_runner_output"},
+        has="prev_step_scheduled_req_ids requests running waiting",
+        calls={
+            "_preempt_request": "request timestamp",
+            "add_request": "request",
+            "schedule": "throttle_prefills",
+            "update_from_output": "scheduler_output model_runner_output",
+        },
+    ),
+    Need(
+        "vllm.v1.core.sched.request_queue:RequestQueue",
+        calls={"prepend_request": "request", "remove_request": "request"},
     ),
     Need("vllm.v1.engine:EngineCoreEvent", call="type timestamp"),
     Need(

@@ -13,6 +13,9 @@ import numpy as np
 
 WATCH = "rollbus_watch_kv"
 OUTDATE = "rollbus_outdate_kv"
+OWN_FIRST = "rollbus_own_first"
+OWN = "/"
+"""First character of the names of the worker's own requests."""
 RECOMPUTED_AT = -1.0
 """Timestamp of the events that this module adds. vLLM's own events never have it, because no clock returns it."""
 FLAT = 2
@@ -34,6 +37,7 @@ def install() -> None:
 
     setattr(EngineCore, WATCH, watch_kv)
     setattr(EngineCore, OUTDATE, outdate_kv)
+    setattr(EngineCore, OWN_FIRST, put_own_first)
     avoid_compiler()
 
 
@@ -100,6 +104,34 @@ def outdate_kv(core: Any, lora_number: int | None = None) -> None:
         scheduler._preempt_request(request, time.monotonic())
         # Treat the request as if it was not in the previous step; see `Scheduler.reset_prefix_cache`.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def put_own_first(core: Any) -> None:
+    """Schedule the worker's own requests before all that wait.
+
+    If the running requests hold all KV, others wait for their ends. The canary of an update that keeps the requests
+    would wait behind them, for as long as answers take.
+    """
+    scheduler = core.scheduler
+    add, schedule = scheduler.add_request, scheduler.schedule
+    own: list[Any] = []
+
+    def add_request(request: Any) -> None:
+        add(request)
+        # The adapter numbers the ids of requests.
+        if request.request_id.partition("-")[2].startswith(OWN):
+            own.append(request)
+
+    def schedule_step(*args: Any) -> Any:
+        for request in list(own):
+            if request in scheduler.waiting:
+                scheduler.waiting.remove_request(request)
+                scheduler.waiting.prepend_request(request)
+            elif request.request_id not in scheduler.requests:
+                own.remove(request)
+        return schedule(*args)
+
+    scheduler.add_request, scheduler.schedule = add_request, schedule_step
 
 
 def _uses(request: Any, lora_number: int | None) -> bool:

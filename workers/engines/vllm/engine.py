@@ -23,7 +23,7 @@ from ....schemas.weights import Verified
 from ..gpus import DEFAULT_SHARE, GpuMemory, describe_user, own_processes, read_gpus
 from .calls import Calls, check_supported
 from .capabilities import describe_engine, find_refusals, kv_cache_tokens_of, prefix_age_of
-from .corrections import OUTDATE, WATCH
+from .corrections import OUTDATE, OWN_FIRST, WATCH
 from .feed import CoreFeed
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_config, decode_params
@@ -434,7 +434,9 @@ class Controls:
         self.watches_kv = False
 
     async def watch_kv(self) -> None:
-        """Let the engine core report recomputed KV, if its scheduler allows this. Call this before the first request.
+        """Let the engine core report recomputed KV and run the worker's requests first, if its scheduler allows this.
+
+        Call this before the first request.
 
         Raises:
             EngineDead: the engine has ended.
@@ -442,6 +444,7 @@ class Controls:
         try:
             await self.calls.on_cores(WATCH)
             self.watches_kv = True
+            await self.calls.on_cores(OWN_FIRST)
         except ControlError as exc:
             logger.warning("engine.kv_watch_failed reason=%s", exc.message)
 
