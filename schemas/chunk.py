@@ -290,8 +290,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     traceparent: Name | None = None
     """W3C trace context of the request at the worker; only in the first chunk of each attempt."""
     kv_recomputed: bool | None = None
-    """True: the engine recomputed the KV cache of all earlier positions with the weights and the adapter of this chunk,
-    for example after a preemption. None: no tokens, or not reported."""
+    """True: the engine recomputed the KV cache of all earlier positions with the weights and the adapter of this chunk.
+    None: no tokens, or not reported."""
     sampling_mask: SamplingMask | None = None
     """Sampling masks of the k tokens; None: the engine makes none, or the request declined them."""
 

@@ -368,8 +368,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     transfer: OpenTransfer | None = None
     """Open transfer of weights into this worker; None: there is none, or the worker does not announce it."""
     loan_left_s: Seconds | None = None
-    """Seconds until the worker's loan ends; 0: it is over, and the worker still sleeps because its memory is in use,
-    or because another `sleep` has replaced the loan. None: the worker is not lent."""
+    """Seconds until the worker's loan ends; 0: it is over, and the worker still sleeps, because its memory is in use
+    or another `sleep` has replaced the loan. None: the worker is not lent."""
 
     def __post_init__(self) -> None:
         """Check that the worker's id is a subject token and that the model's name is valid."""

@@ -117,8 +117,7 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
     model: str | None = None
     """Served model name; None: the only known model at the client's first request without a name."""
     return_routed_experts: bool | None = None
-    """True: reject the request if the model has no routed experts. False: do not return them. None: return them if the
-    model has them."""
+    """True: reject the request if the model has no routed experts. None: return them if it has. False: never."""
     routed_experts_prompt_start: int = 0
     """Number of leading prompt positions without routed experts in the result."""
     cache_salt: str | None = None
@@ -139,8 +138,7 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
     traceparent: str | None = None
     """W3C trace context, for worker and engine of every attempt."""
     return_sampling_mask: bool | None = None
-    """True: reject the request if the engine makes no sampling masks. False: do not return them. None: return them if
-    it makes them."""
+    """True: reject the request if the engine makes no sampling masks. None: return them if it does. False: never."""
     group_id: str | None = None
     """Group of requests that share a prompt, which a client may place at one worker."""
     tracestate: str | None = None

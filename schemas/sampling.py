@@ -118,11 +118,9 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
     ignore_eos: bool = False
     """True: continue after the model's end-of-sequence token."""
     logprobs: int | None = 0
-    """Log probabilities to return. 0: that of each sampled token. k: also those of the k most likely tokens. None: no
-    log probabilities."""
+    """Log probabilities to return. 0: of each sampled token. k: also of the k most likely tokens. None: none."""
     prompt_logprobs: int | None = None
-    """Log probabilities of prompt tokens, as in `logprobs`. Setting it disables reads of the prefix cache for this
-    request."""
+    """Log probabilities of prompt tokens, as in `logprobs`. They disable reads of the prefix cache."""
     n: int = 1
     """Number of samples for this prompt."""
     repetition_penalty: float = 1.0
@@ -138,7 +136,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     """Sequences of token ids that the engine must not generate."""
     extra: Mapping[str, Any] | None = None
-    """Engine parameters by the engine's own names. A name that the engine's capabilities do not list is rejected."""
+    """Engine parameters by the engine's own names, which its capabilities must list."""
 
     def __post_init__(self) -> None:
         """Check every field and convert it to its canonical type."""
