@@ -113,6 +113,8 @@ def put_own_first(core: Any) -> None:
     would wait behind them, for as long as answers take.
     """
     scheduler = core.scheduler
+    # As in `watch_kv`: a custom scheduler without these attributes fails here.
+    _ = scheduler.requests, scheduler.waiting.remove_request, scheduler.waiting.prepend_request
     add, schedule = scheduler.add_request, scheduler.schedule
     own: list[Any] = []
 
@@ -122,14 +124,14 @@ def put_own_first(core: Any) -> None:
         if request.request_id.partition("-")[2].startswith(OWN):
             own.append(request)
 
-    def schedule_step(*args: Any) -> Any:
+    def schedule_step(*args: Any, **kwargs: Any) -> Any:
         for request in list(own):
             if request in scheduler.waiting:
                 scheduler.waiting.remove_request(request)
                 scheduler.waiting.prepend_request(request)
             elif request.request_id not in scheduler.requests:
                 own.remove(request)
-        return schedule(*args)
+        return schedule(*args, **kwargs)
 
     scheduler.add_request, scheduler.schedule = add_request, schedule_step
 
