@@ -302,14 +302,14 @@ async def test_templates_receive_the_same_tools_as_in_vllm() -> None:
     """A template receives the same tool dicts in the same order as in vLLM, so the prompt is the same."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
+    from rollbus.frontend.http.chat import template_tools
     from rollbus.frontend.http.openai.body import ChatBody
-    from rollbus.frontend.http.openai.requests import chat_tools
 
     bare = {"type": "function", "function": {"name": "f"}}
     strict = {"function": {**TOOL["function"], "strict": True}, "type": "function", "more": 1}
     tools: list[dict[str, Any]] = [TOOL, bare, strict]
     expected = [ChatCompletionToolsParam(**tool).model_dump() for tool in tools]
-    assert json.dumps(chat_tools(ChatBody(tools=tools))) == json.dumps(expected)
+    assert json.dumps(template_tools(ChatBody(tools=tools).tools)) == json.dumps(expected)
 
 
 # Malformed and cut tool calls: a stream has the same parts as a whole answer, and that is the answer of vLLM's

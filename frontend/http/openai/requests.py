@@ -114,7 +114,7 @@ async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
-        tools=chat_tools(body),
+        tools=template_tools(body.tools),
         chat_template_kwargs=template_variables(body),
     )
     return BodyPrompt(await encode_chat(await load(), chat), "messages")
@@ -163,11 +163,6 @@ def count_choices(body: ChatBody | CompletionBody) -> int:
     if isinstance(body, CompletionBody) and isinstance(body.prompt, list) and not given_values(body, *TOKENS):
         num_prompts = 1 if int in set(map(type, body.prompt)) else min(len(body.prompt), MAX_PROMPTS)
     return num_prompts * count_samples(body)
-
-
-def chat_tools(body: ChatBody) -> list[JsonObject] | None:
-    """Return the tools in the format in which vLLM passes them to chat templates."""
-    return template_tools(body.tools)
 
 
 def template_variables(body: ChatBody) -> JsonObject:

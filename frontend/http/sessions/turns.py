@@ -33,11 +33,11 @@ from ...tokenization import Tokenizer
 from ..agents.message_blocks import UNSEALED
 from ..answers import AnswerChoice
 from ..calls import PING
-from ..chat import template_message
+from ..chat import template_message, template_tools
 from ..edge import given_request_id
 from ..errors import HttpError, http_error, invalid
 from ..openai.body import ChatBody
-from ..openai.requests import BodyPrompt, chat_tools, given_values, template_variables
+from ..openai.requests import BodyPrompt, given_values, template_variables
 from ..openai.routes import AskedTurn
 from ..openai.shapes import RequestClock
 from ..requests import RequestTarget, find_target, id_headers
@@ -348,7 +348,7 @@ class _Job:
 
     async def _make_prompt(self, tokenizer: Tokenizer, target: RequestTarget) -> BodyPrompt:
         self.tokenizer = tokenizer
-        tools, variables = chat_tools(self.asked.body), template_variables(self.asked.body)
+        tools, variables = template_tools(self.asked.body.tools), template_variables(self.asked.body)
         self.setting = {"model": target.name, "tools": tools, "variables": variables}
         template = _template_of(tokenizer, self.setting, self.session)
         history = self.asked.body.messages or []

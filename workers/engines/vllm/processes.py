@@ -296,7 +296,7 @@ def fork_from_server() -> Iterator[None]:
     ):
         own = getattr(module, name, None)
         if own is not None and not isinstance(own, functools.partial):
-            setattr(module, name, functools.partial(_run_one, own, forking))
+            setattr(module, name, functools.partial(_run_or_fork, own, forking))
     token = _forks.set(True)
     try:
         yield
@@ -304,8 +304,8 @@ def fork_from_server() -> Iterator[None]:
         _forks.reset(token)
 
 
-def _run_one(own: Callable[..., Any], forking: Callable[..., Any], *args: Any) -> Any:
-    """Replaces a function by which vLLM starts processes, in the contexts of `fork_from_server`."""
+def _run_or_fork(own: Callable[..., Any], forking: Callable[..., Any], *args: Any) -> Any:
+    """Run `forking` in the contexts of `fork_from_server`, in place of `own`, by which vLLM starts processes."""
     return (forking if _forks.get() else own)(*args)
 
 

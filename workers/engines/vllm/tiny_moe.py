@@ -98,8 +98,9 @@ def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16",
         make_tokenizer(scratch)
         _save_model(scratch, seed=seed, dtype=dtype, dense=dense)
         (scratch / MARKER).write_text(json.dumps(made_with))
-        # Other users can serve the model: `mkdtemp` makes a private folder.
-        scratch.chmod(0o755)
+        # Other users can serve the model, whose folder `mkdtemp` made private, with any umask.
+        for file in (scratch, *scratch.iterdir()):
+            file.chmod(0o755 if file is scratch else 0o644)
         try:
             scratch.rename(target)
         except OSError as exc:
@@ -146,7 +147,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def _save_model(folder: Path, *, seed: int, dtype: Dtype, dense: bool) -> None:
-    """Write the files that transformers would write for a new model. Its import would take several seconds."""
+    """Write the files that transformers would write for a new model. Importing it would take several seconds."""
     kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     if not dense:
         kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **EXPERTS}
@@ -157,7 +158,7 @@ def _save_model(folder: Path, *, seed: int, dtype: Dtype, dense: bool) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     contents, end = [], 0
     for name, shape in _list_weights(dense).items():
-        weight = draws.standard_normal(shape, np.float32) * np.float32(SHAPE["initializer_range"])
+        weight = draws.standard_normal(shape, np.float32) * SHAPE["initializer_range"]
         if name == EMBEDDING:
             weight *= EMBEDDING_SCALE
         elif len(shape) == 1:
